@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from normlab.probes import statistics
 from normlab.probes.block_trace import BlockTrace
+from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
-from normlab.probes.forward_call import GRADIENTS, Call, Place, Repeated, Staged
+from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
 from normlab.probes.layout import features_last
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
-from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32
+from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32, without_autocast
 
 if TYPE_CHECKING:
     import pandas
@@ -98,12 +99,15 @@ class _Moments:
         import pandas
 
         rows = [(*place, mask, name) for place in self.widths for mask in self.masks for name in self.names]
-        table = pandas.DataFrame(rows, columns=["site", "layer", "mask", "statistic"])
+        table: dict[str, Any] = {
+            name: [row[i] for row in rows] for i, name in enumerate(("site", "layer", "mask", "statistic"))
+        }
         numbers = self.state.cpu().double().flatten(1).numpy()
         each = len(self.masks) * len(self.names)
-        widths = [width for width in self.widths.values() for _ in range(each)]
-        table = table.assign(**dict(zip(("count", "mean", "m2", "peak"), numbers, strict=True)), width=widths)
-        return table[table["count"] > 0]
+        table |= zip(("count", "mean", "m2", "peak"), numbers, strict=True)
+        table["width"] = [width for width in self.widths.values() for _ in range(each)]
+        result = pandas.DataFrame(table)
+        return result if bool((numbers[0] > 0).all()) else result[result["count"] > 0]
 
 
 class Accumulator:
@@ -170,7 +174,8 @@ class Accumulator:
         """Everything so far, on the CPU: the moments as a table, and arrays by (site, layer, mask, statistic)."""
         import pandas
 
-        tables = [moments.table() for moments in self._moments.values()]
+        found = self._moments.values() or [_Moments((), (), torch.device("cpu"))]
+        tables = [moments.table() for moments in found]
         arrays = {
             (*place, mask, statistic): array
             for (statistic, place), of_masks in self._arrays.items()
@@ -179,8 +184,7 @@ class Accumulator:
             )
             if has_tokens
         }
-        nothing = _Moments((), (), torch.device("cpu")).table()
-        return pandas.concat(tables or [nothing], ignore_index=True), arrays
+        return pandas.concat(tables, ignore_index=True), arrays
 
 
 def _place(where: Place | NormRead, is_gradient: bool = False) -> Place | None:
@@ -220,7 +224,7 @@ class Measurer:
         last = call.measured
         if last is not None and version is not None and last[0] is x and last[1] == version:
             return last[2]
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(x.device):
             values = statistics.token_statistics(x.detach(), self.statistics["activation"])
         call.measured = None if version is None else (x, version, values)
         return values
@@ -265,7 +269,7 @@ class Measurer:
             if call.loss_tokens is None:  # of a forward pass that was not whole
                 return
             try:
-                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                with torch.no_grad(), without_autocast(gradient.device):
                     view = features_last(gradient, channels_first, norm)
                     norms = torch.linalg.vector_norm(at_least_float32(view), dim=-1) * call.loss_tokens
                 staged: Staged | None = Staged("gradient", where, norms.reshape(1, -1), tuple(view.shape))
@@ -300,7 +304,7 @@ class Measurer:
         norm = statistics.tanh_norm(read.norm) if {"tanh", "bounded"} & self.kinds else None
         ms = None if mean_square is None else mean_square.detach().reshape(*view.shape[:-1], 1)
         tokens, view = tuple(view.shape[:-1]), view.detach()
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(x.device):
             if ms is not None and "carried" in self.kinds:
                 ratio = statistics.carried_ratio(view, ms)
                 call.stage("carried", read, ratio, (*tokens, 1))
@@ -334,7 +338,7 @@ class Measurer:
             reason = f"the block changes the stream from {tuple(h.shape)} to {tuple(out.shape)}"
             call.absent[f"block {trace.layer}"] = reason
             return
-        with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(out.device):
             update = self._branches(trace, h, out) if "branch" in self.kinds else None
             values = statistics.block_statistics(h, out, update)
             if "branch" in self.kinds and trace.segments is not None:
@@ -385,7 +389,7 @@ class Measurer:
         """Measure what a router read and returned."""
         if "router" not in self.kinds or x.shape[-1] != routing.scores.shape[1]:
             return
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(x.device):
             scores = statistics.router_scores(routing, x.detach())
             entropy = statistics.router_entropy(scores)
             if statistics.are_router_scores(scores, returned) is False:
@@ -411,7 +415,7 @@ class Measurer:
 
     def streams(self, trace: BlockTrace, state: Tensor, rule: nn.Module, kind: str) -> None:
         """Measure the streams that a rule is about to mix."""
-        with torch.autocast(state.device.type, enabled=False):
+        with without_autocast(state.device):
             values = statistics.stream_statistics(rule, state)
         if values is not None:
             trace.call.stage("streams", (kind, trace.layer), values, (*state.shape[:-1], 1))
@@ -433,7 +437,7 @@ class Measurer:
     def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""
         reduce, tokens = getattr(statistics, statistic), tuple(x.shape[:-1])
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(x.device):
             rows, masks = x.detach().reshape(-1, x.shape[-1]), call.masks(x.device, tokens)
             if masks is None:
                 return

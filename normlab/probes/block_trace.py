@@ -27,6 +27,7 @@ class KnownBlock:
     """A block, as earlier calls have shown it."""
 
     channels_first: bool
+    is_turned: bool | None  # it holds (length, batch), by its attention; None: that does not tell
     sites: dict[NormRun, str] | None = None  # of its norms, once its stream has added up
     lost: dict[str, str] = field(default_factory=dict)  # sites whose norm is not measured then, and why
     failures: list[str] = field(default_factory=list)  # why it did not, one per call
@@ -257,6 +258,8 @@ class BlockTrace:
         placed = {norm for norm, _ in self.sites}
         output_norms = (run.output_norm for segment in reading.segments for run in segment.runs)
         placed |= {norm for norm in output_norms if norm is not None}
+        if placed and placed.issuperset(self.block.norms):
+            return
         placed |= {read.norm for read in self._reads if read.is_second or self._is_of_a_branch(read)}
         names = {part: name for name, part in self.block.module.named_modules()}
         did_all_run = {run.branch for run in self.runs} >= set(self.block.branches)

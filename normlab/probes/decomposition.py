@@ -203,7 +203,7 @@ class _Search:
     def inner_norm(self, i: int, run: BranchRun) -> NormRead | None:
         """The norm inside a branch whose output the branch returns."""
         norms = [e for e in self.events[:i] if isinstance(e, NormRead) and e.is_norm and same_tensor(e.out, run.out)]
-        inside = set(run.branch.whole.modules())
+        inside = set(run.branch.whole.modules()) if norms else set()
         return next((e for e in norms if e.norm in inside and e.rows is not None and e.out_rows is not None), None)
 
     def with_run(self, state: Reading, run: BranchRun) -> Reading:

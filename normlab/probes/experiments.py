@@ -25,16 +25,16 @@ from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import token_masks
 from normlab.probes.passes import (
     Hook,
+    Stream,
     called,
     device_of,
     evaluating,
     hooked,
     on_blocks,
     residual_in,
-    return_input,
     return_residual,
     return_zero,
-    stream_through,
+    see_blocks,
     without_head,
 )
 from normlab.probes.record import record
@@ -95,6 +95,7 @@ class Runner:
             raise NormlabError(f"batches is {batches!r:.80}: give dicts of the model's arguments")
         self.sites = model if isinstance(model, Sites) else sites(model)
         self.model = self.sites.model
+        self.stream = Stream(self.sites)
         self._batches, self._progress, self._title = batches, progress, title
         self.device = device_of(self.model)
         accepted = _arguments(self.sites)
@@ -246,13 +247,12 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
     """
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        before, after = stream_through(args, kwargs, output)
+        before, after = runner.stream.through(args, kwargs, output)
         if layer == 1:
             look(0, before)
         look(layer, after)
 
-    with on_blocks(runner.sites, hook):
-        runner.run(batch, needs_logits=False)
+    see_blocks(runner.stream, partial(runner.run, batch, needs_logits=False), hook)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -321,7 +321,8 @@ def _skips(
         for first in starts if layers is None else sorted(set(layers)):
             skipped = range(first, first + span)
             if part == "block":
-                skips[part, first] = [(runner.sites.blocks[layer - 1].module, return_input) for layer in skipped]
+                blocks = runner.sites.blocks[first - 1 : first - 1 + span]
+                skips[part, first] = [(block.module, runner.stream.pass_on) for block in blocks]
             elif all((part, layer) in outputs for layer in skipped):
                 skips[part, first] = [outputs[part, layer] for layer in skipped]
     if not skips:
@@ -360,7 +361,7 @@ def skip_sensitivity(
 
     Raises:
         NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits, no label that counts, or the
-            residual stream is in two parts.
+            residual stream is in parts that cannot be told.
     """
     import pandas
 
@@ -369,7 +370,7 @@ def skip_sensitivity(
     if not isinstance(span, int) or span < 1:
         raise NormlabError(f"span is {span!r}: skip at least 1 block")
     runner = Runner(model, batches, progress, "skip sensitivity")
-    kept = KeptPass(runner.sites)
+    kept = KeptPass(runner.stream)
     skips: dict[tuple[str, int], list[tuple[nn.Module, Hook]]] = {}
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -421,18 +422,18 @@ def skip_future_effect(
     if not pairs:
         raise NormlabError("skip_future_effect compares later blocks: the model has only one")
 
-    kept = KeptPass(runner.sites)
+    kept = KeptPass(runner.stream)
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         updates: dict[int, Tensor] = {}
         values: list[Tensor] = []
 
         def note(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            before, after = stream_through(args, kwargs, output)
+            before, after = runner.stream.through(args, kwargs, output)
             updates[layer] = (after - before).float()
 
         def compare(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            before, after = stream_through(args, kwargs, output)
+            before, after = runner.stream.through(args, kwargs, output)
             change = (after - before).float() - updates[layer]
             relative = torch.linalg.vector_norm(change, dim=-1) / torch.linalg.vector_norm(updates[layer], dim=-1)
             values.append(torch.where(counted, relative, 0).sum(1))
@@ -441,8 +442,8 @@ def skip_future_effect(
         kept.keep(run, see=note)
         counted = runner.counted(batch, tuple(updates[1].shape[:-1]))
         for skipped in range(1, depth):
-            skip, later = (runner.sites.blocks[skipped - 1].module, return_input), range(skipped + 1, depth + 1)
-            with kept.changed(skipped, [skip]), on_blocks(runner.sites, compare, later):
+            skip = (runner.sites.blocks[skipped - 1].module, runner.stream.pass_on)
+            with kept.changed(skipped, [skip]), on_blocks(runner.stream, compare, range(skipped + 1, depth + 1)):
                 run()
         return torch.stack(values), counted.sum(1)
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -18,7 +19,6 @@ from normlab.probes.decomposition import NormRead, NormRun
 from normlab.probes.layout import (
     Layout,
     Refusal,
-    are_turned,
     is_activation,
     is_turned,
     own_layout,
@@ -26,7 +26,6 @@ from normlab.probes.layout import (
     same_tensor,
     token_masks,
 )
-from normlab.probes.sites import Block
 from normlab.probes.statistics import AttentionWatch
 from normlab.probes.stream_sums import Rows
 
@@ -152,6 +151,20 @@ def labels_averaged(
 # -- the arguments ---------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=256)
+def _signature(forward: Callable) -> inspect.Signature:
+    return inspect.signature(forward.__get__(object()))
+
+
+def signature_of(module: nn.Module) -> inspect.Signature:
+    """That of a module's forward, which takes long to make and is the same in each call.
+
+    Raises TypeError or ValueError where Python cannot tell it.
+    """
+    function = getattr(module.forward, "__func__", None)
+    return inspect.signature(module.forward) if function is None else _signature(function)
+
+
 def call_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """A call's arguments by name, and whether all of them have one.
 
@@ -160,7 +173,7 @@ def call_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     if not args:
         return dict(kwargs), True
     try:
-        signature = inspect.signature(module.forward)
+        signature = signature_of(module)
         bound = dict(signature.bind_partial(*args, **kwargs).arguments)
     except (TypeError, ValueError):
         return dict(kwargs), False
@@ -248,7 +261,7 @@ class CallInputs:
         sees = present & set(_OTHER) or any(value is other for value in arguments.values() for other in pixels)
         if sees and not present & set(_TEXT):
             self.is_text = False
-        names = inspect.signature(module.forward).parameters
+        names = signature_of(module).parameters
         holds_decoder = "decoder_input_ids" in names or "decoder_attention_mask" in names or {"src", "tgt"} <= {*names}
         if self.has_arguments:
             if self.has_decoder and not holds_decoder:
@@ -333,30 +346,6 @@ class Run:
         return any(same_tensor(read(), x) for read in self.reads)
 
 
-class Repeated:
-    """A run of a block that a checkpoint repeats in the backward pass."""
-
-    def __init__(self, block: Block, call: Call, run: Run, task: int):
-        self.block, self.call, self.run, self.task = block, call, run, task
-        self.is_second = run.is_repeated  # a second backward pass goes through it
-        run.is_repeated = True
-        self._times: Counter[nn.Module] = Counter()  # that each norm has run
-        self._out: Any = None
-
-    def site_of(self, norm: nn.Module) -> str | None:
-        """The site of a norm that runs now."""
-        self._times[norm] += 1
-        return self.run.sites.get((norm, self._times[norm] - 1))
-
-    def end(self, out: Tensor) -> None:
-        """Note what the block returns."""
-        self._out = ref(out)
-
-    def leads_to(self, x: Tensor) -> bool:
-        """True if the block's output is `x`: the next one is repeated with it."""
-        return self._out is not None and same_tensor(self._out(), x)
-
-
 @dataclass(eq=False)
 class LastBlock:
     """The output of the block that ran last, until the next one or the final norm has read it."""
@@ -365,11 +354,16 @@ class LastBlock:
     run: Run
     out: Tensor
     beside: Tensor | None  # another tensor of its shape
-    is_joined: bool  # the stream is the sum of both, and was measured so
+    is_joined: bool  # the stream was taken for the sum of both, and measured so
     version: int | None = None  # of `out`
+    rows: Rows | None = None  # of `out`, which may be written to, and `beside_rows`; None without a second tensor
+    beside_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.version = None if self.out.is_inference() else self.out._version
+        if self.beside is not None:
+            self.rows = Rows(self.out)
+            self.beside_rows = self.rows.of(self.beside)
 
     def is_passed_on(self, x: Tensor) -> bool:
         """True if `x` holds the same values, or has another shape, as between stages."""
@@ -507,12 +501,12 @@ class Call:
         whole = (x for x in values if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in (torch.int32, torch.int64))
         return [(x.shape[0], x.shape[1]) for x in whole]
 
-    def find_rows(self, block: nn.Module, x: Tensor) -> None:
+    def find_rows(self, x: Tensor, is_turned_by_attention: bool | None) -> None:
         """Find out whether the first block, which reads `x`, holds (length, batch): by its attention, or by its tokens.
 
         The tokens tell it by their values, where there are as many rows as tokens in a row.
         """
-        self._turned = are_turned(block)
+        self._turned = is_turned_by_attention
         tokens = self._tokens()
         if self._turned is None and tokens is not None and x.ndim == 3 and x.shape[:2] == tokens.shape[:2]:
             self._turned = is_turned(tokens, x) if x.shape[0] == x.shape[1] else False

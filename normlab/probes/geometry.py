@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from normlab.errors import NormlabError
 from normlab.probes.experiments import Z95, Batch, Runner, row_means, see_layers, table_of, token_kl
 from normlab.probes.kept_pass import KeptPass
-from normlab.probes.layout import hidden_state, output_tensor, with_argument
-from normlab.probes.passes import on_blocks, require_rows, stream_through
+from normlab.probes.layout import require_one_stream
+from normlab.probes.passes import require_rows, see_blocks
 from normlab.probes.sites import Sites
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def jacobian_identity(
     if torch.is_inference_mode_enabled():
         raise NormlabError("jacobian_identity needs gradients: leave inference_mode")
     runner = Runner(model, batches, progress, "jacobian")
-    generator = torch.Generator().manual_seed(0)
+    generator, stream = torch.Generator().manual_seed(0), runner.stream
     layers = [block.index for block in runner.sites.blocks]
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -136,22 +137,21 @@ def jacobian_identity(
         sizes: dict[int, int] = {}
 
         def probe(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            x, name = hidden_state(args, kwargs)
+            x, after = stream.through(args, kwargs, output)
             counted = runner.counted(batch, tuple(x.shape[:-1]))
             sizes[layer] = int(counted.sum()) * x.shape[-1]
             gaps[layer] = []
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
-                args, kwargs = with_argument(args, kwargs, name, leaf.clone())
-                _, out = stream_through(args, kwargs, module(*args, **kwargs))
-                _require_same(output_tensor(output), out.detach())
+                args, kwargs = stream.handed(args, kwargs, leaf.clone())
+                out = stream.after(args, kwargs, module(*args, **kwargs))
+                _require_same(after, out.detach())
                 for _ in range(probes):
                     v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]
                     (pulled,) = torch.autograd.grad(out, leaf, v, retain_graph=True)
                     gaps[layer].append(float((pulled.float() - v.float()).square().sum()))
 
-        with on_blocks(runner.sites, probe):
-            runner.run(batch, needs_logits=False)
+        see_blocks(stream, partial(runner.run, batch, needs_logits=False), probe)
         return torch.tensor([gaps[layer] for layer in layers]), torch.tensor([sizes[layers[0]]] * probes)
 
     with torch.no_grad():
@@ -179,15 +179,20 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
     Returns:
         One row per layer 0..L: `layer value standard_error low high` (0 at layer L). Arguments as for
         `skip_sensitivity`.
+
+    Raises:
+        NormlabError: no batch, no logits; several residual streams, unless blocks say by an ``enter`` that they are.
     """
     runner = Runner(model, batches, progress, "logit lens")
-
-    kept = KeptPass(runner.sites)
+    kept = KeptPass(runner.stream)
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         final = kept.keep(partial(runner.logits, batch))
         states = kept.states
         require_rows(states[0])
+        if not hasattr(runner.sites.blocks[0].module, "enter"):  # else what follows the last block takes any state
+            for before, after in pairwise(states):
+                require_one_stream(before, after)
         counted = runner.counted(batch, tuple(states[0].shape[:-1]))
         if final.shape[:-1] != counted.shape:
             raise NormlabError(

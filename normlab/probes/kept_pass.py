@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from normlab.probes.layout import find_output, hidden_state, output_tensor, outputs_of, with_output
-from normlab.probes.passes import Hook, Make, hooked, instead, on_blocks, require_whole_stream, with_copy
+from normlab.probes.layout import find_output, output_tensor, outputs_of, with_output
+from normlab.probes.passes import Hook, Make, Stream, hooked, instead, on_blocks
 from normlab.probes.sites import Sites, stacks_of
 
 
@@ -27,17 +27,17 @@ class KeptPass:
     keys and values. In the other, blocks do not run in the order in which they are listed.
 
     Args:
-        where: the blocks.
+        stream: that of the blocks.
 
     Attributes:
         read_by: layer -> the layers that read what it made and did not return. 0 is the model outside its blocks.
     """
 
-    def __init__(self, where: Sites):
+    def __init__(self, stream: Stream):
         self.read_by: dict[int, set[int]] | None = None  # None: it has not been looked for
-        self._where = where
-        self._blocks = {block.index: block.module for block in where.blocks}
-        self._beside = _beside(where)
+        self._stream = stream
+        self._blocks = {block.index: block.module for block in stream.sites.blocks}
+        self._beside = _beside(stream.sites)
         self._entered: list[Tensor] = []
         self._kept: dict[nn.Module, Any] = {}  # what modules returned, in the order in which they did
         self._known: dict[nn.Module, Any] = {}  # what branches return, by shape: the activation is zero
@@ -45,7 +45,8 @@ class KeptPass:
     @property
     def states(self) -> list[Tensor]:
         """h_0 .. h_L of the kept pass: what entered block 1, what the blocks returned."""
-        return [*self._entered, *(output_tensor(self._kept[module]) for module in self._blocks.values())]
+        returned = (self._kept[module] for module in self._blocks.values())
+        return [*self._entered, *(self._stream.total(output) for output in returned)]
 
     def readers(self, layers: range) -> list[int]:
         """The other layers that read what these make besides the stream."""
@@ -61,46 +62,46 @@ class KeptPass:
             see: a hook of every block, as for `on_blocks`.
 
         Raises:
-            NormlabError: a block runs twice or not at all, or the residual stream is in two parts.
+            NormlabError: a block runs twice or not at all, or the residual stream is in two parts that cannot be told.
         """
-        result = self._keep(run, branches, see, watch := None if self.read_by is not None else _SideReads())
-        if watch is not None and watch.read_by:
-            # What a first pass makes for all later ones, such as tables of a rotary embedding, is not shared.
-            result = self._keep(run, branches, see, watch := _SideReads())
-        if watch is not None:
-            self.read_by = watch.read_by
+        whole_pass = partial(self._keep, run, list(branches), see)
+        result, read_by = self._stream.watched(whole_pass, run)
+        if self.read_by is None:
+            if read_by:  # what a first pass makes for all later ones, such as a table of positions, is not shared
+                result, read_by = whole_pass()
+            self.read_by = read_by
         return result
 
     def _keep(
-        self, run: Callable[[], Any], branches: Iterable[nn.Module], see: Hook | None, watch: _SideReads | None
-    ) -> Any:
+        self, run: Callable[[], Any], branches: Sequence[nn.Module], see: Hook | None
+    ) -> tuple[Any, dict[int, set[int]]]:
+        """What `run` returns, and `read_by` as this pass shows it; {} where it is known."""
         self._entered, self._kept, self._known = [], {}, {}
+        watch = _SideReads() if self.read_by is None else None
         ran: set[nn.Module] = set()
 
         def start(number: int, args: tuple, kwargs: dict[str, Any]) -> None:
             if watch is not None:
                 watch.running = number
             if number > 0 and not self._entered:
-                self._entered.append(hidden_state(args, kwargs)[0])
+                self._entered.append(self._stream.before(args, kwargs))
 
         def leave(number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             if watch is not None:
                 watch.returned(output)
-            x = find_output(output)
             if number > 0:
-                x = output_tensor(output)
-                require_whole_stream(args, kwargs, output)
+                self._stream.after(args, kwargs, output)  # refuses one in parts
                 if see is not None:
                     see(number, module, args, kwargs, output)
             elif self._entered or module in ran:  # it is not known to be the same in later passes
                 self._kept.pop(module, None)
                 return
             ran.add(module)
-            self._kept[module] = output if x is None else with_output(output, x.clone())
+            self._kept[module] = self._copied(output)
 
         def measure(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             x = output_tensor(output)
-            if _stands_alone(output, x):
+            if _stand_alone(output, [x]):
                 self._known[module] = with_output(output, x.new_zeros(()).expand(x.shape))
 
         beside = {module: -i for i, module in enumerate(self._beside, start=1)}
@@ -111,20 +112,21 @@ class KeptPass:
                 must_run=False,
             ),
             hooked(*((module, measure) for module in branches)),
-            on_blocks(self._where, leave, before=start),
+            on_blocks(self._stream, leave, before=start),
             watch or nullcontext(),
         ):
-            return run()
+            return run(), {} if watch is None else watch.read_by
 
     @property
     def _may_begin_late(self) -> bool:
         blocks = [module for module in self._kept if module not in self._beside]
         return not self.read_by and blocks == [*self._blocks.values()]
 
+    def _copied(self, output: Any) -> Any:
+        return output if find_output(output) is None else self._stream.copied(output)
+
     def _copy(self, module: nn.Module, *_: Any) -> Any:
-        output = self._kept[module]
-        x = find_output(output)
-        return output if x is None else with_output(output, x.clone())
+        return self._copied(self._kept[module])
 
     def _begin_at(self, layer: int) -> list[tuple[nn.Module, Make]]:
         """The modules before a layer, each with a function that returns its kept output."""
@@ -145,13 +147,15 @@ class KeptPass:
             kept = self._kept.get(module, self._known.get(module))
             # What else a block returns is as it was if the blocks before it are.
             is_known = kept is not None and (
-                module is self._blocks[first] or module in self._known or _stands_alone(kept, output_tensor(kept))
+                module is self._blocks[first]
+                or module in self._known
+                or _stand_alone(kept, self._stream.returned(kept))
             )
             if is_known and self._may_begin_late:
                 calls.append((module, partial(_hooked_alone, hook, module, kept)))
             else:
                 hooks.append((module, hook))
-        with instead(*calls), _overridden(hooks):
+        with instead(*calls), self._overridden(hooks):
             yield
 
     def passing_on(self, h: Tensor) -> AbstractContextManager[None]:
@@ -160,23 +164,22 @@ class KeptPass:
         return instead(*calls)
 
     def _passed_on(self, module: nn.Module, h: Tensor, *_: Any) -> Any:
-        return with_output(self._kept[module], h.clone())
+        return self._stream.put(self._kept[module], h.clone())
 
+    @contextmanager
+    def _overridden(self, hooks: Sequence[tuple[nn.Module, Hook]]) -> Iterator[None]:
+        """Forward hooks that are given the stream as it entered, though their module may have written into it."""
+        given: dict[nn.Module, tuple[tuple, dict[str, Any]]] = {}
 
-@contextmanager
-def _overridden(hooks: Sequence[tuple[nn.Module, Hook]]) -> Iterator[None]:
-    """Forward hooks that are given the stream as it entered, though their module may have written into it."""
-    given: dict[nn.Module, tuple[tuple, dict[str, Any]]] = {}
+        def start(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            given[module] = self._stream.copied_arguments(args, kwargs)
 
-    def start(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given[module] = with_copy(args, kwargs)
+        def end(hook: Hook, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+            return hook(module, *given.pop(module), output)
 
-    def end(hook: Hook, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        return hook(module, *given.pop(module), output)
-
-    ends = [(module, partial(end, hook)) for module, hook in hooks]
-    with hooked(*ends, before=[(module, start) for module, _ in hooks]):
-        yield
+        ends = [(module, partial(end, hook)) for module, hook in hooks]
+        with hooked(*ends, before=[(module, start) for module, _ in hooks]):
+            yield
 
 
 def _hooked_alone(hook: Hook, module: nn.Module, kept: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -233,6 +236,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(inner)
 
 
-def _stands_alone(output: Any, x: Tensor) -> bool:
-    """True if a module returned `x` and nothing else that it computed."""
-    return all(leaf is x or isinstance(leaf, int | float | str | None) for leaf in tree_leaves(output))
+def _stand_alone(output: Any, parts: Sequence[Tensor]) -> bool:
+    """True if a module returned these tensors and nothing else that it computed."""
+    others = (leaf for leaf in tree_leaves(output) if not any(leaf is part for part in parts))
+    return all(isinstance(leaf, int | float | str | None) for leaf in others)

@@ -84,17 +84,27 @@ def find_output(output: Any) -> Tensor | None:
 def with_output(output: Any, x: Tensor) -> Any:
     """A module's output with `x` in place of the activation that `find_output` finds, in the same container."""
     old = find_output(output)
-    if isinstance(output, Tensor) or old is None:
-        return x
-    if isinstance(output, MutableMapping):  # a copy of its own class, as a ModelOutput's is made of fields
-        result = copy.copy(output)
-        for name in [name for name, value in output.items() if value is old]:
-            result[name] = x
+    return x if old is None else replaced(output, [(old, x)])
+
+
+def replaced(values: Any, changes: Sequence[tuple[Tensor, Tensor]]) -> Any:
+    """A tensor, or a container of values, with the second of each pair in place of the first; of the same class."""
+
+    def new(value: Any) -> Any:
+        return next((after for before, after in changes if value is before), value)
+
+    if isinstance(values, MutableMapping):  # a copy of its own class, as a ModelOutput's is made of fields
+        result = copy.copy(values)
+        for name, value in values.items():
+            if (after := new(value)) is not value:
+                result[name] = after
         return result
-    kind: Any = type(output)
-    if isinstance(output, Mapping):
-        return kind({name: x if value is old else value for name, value in output.items()})
-    items = [x if value is old else value for value in output]
+    kind: Any = type(values)
+    if isinstance(values, Mapping):
+        return kind({name: new(value) for name, value in values.items()})
+    if not isinstance(values, tuple | list):
+        return new(values)
+    items = [new(value) for value in values]
     return kind(*items) if hasattr(kind, "_fields") else kind(items)  # a namedtuple
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
 from normlab.files import whole_file
+from normlab.probes.block_trace import KnownBlock
 from normlab.probes.forward_call import CallInputs, LossTokens, TokenMask
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, Recorder, record
@@ -242,19 +243,33 @@ def _scores(series: pandas.DataFrame) -> pandas.DataFrame:
     return off / (noise + FLOOR)
 
 
-def _weights(where: Sites, step: int) -> pandas.DataFrame:
-    """`parameter_rms` in each block. A number in a name is a star: of experts it is the mean."""
+def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
+    """`parameter_rms` in each block, and why weights are left out if some are.
+
+    A number in a name is a star: of experts it is the mean.
+    """
     import pandas
 
-    rows = []
+    rows, without = [], None
     for block in where.blocks:
-        for name, weight in block.module.named_parameters():
-            if weight.is_floating_point() and weight.numel():
+        for name, parameter in block.module.named_parameters():
+            path, _, own = name.rpartition(".")
+            weight = _stored(block.module.get_submodule(path), own, parameter)
+            if weight.is_meta:
+                without = f"{block.name}.{name} is on the meta device, where tensors have no values"
+            elif weight.is_floating_point() and weight.numel():
                 norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)
                 norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
                 site = re.sub(r"\.\d+\.", ".*.", name)
                 rows.append((step, site, block.layer, "parameter_rms", "all", norm.item() / weight.numel() ** 0.5))
-    return pandas.DataFrame(rows, columns=COLUMNS).groupby(COLUMNS[:-1], sort=False, as_index=False).mean()
+    table = pandas.DataFrame(rows, columns=COLUMNS)
+    return table.groupby(COLUMNS[:-1], sort=False, as_index=False).mean(), without
+
+
+def _stored(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
+    """A parameter, or what accelerate keeps of it where it is offloaded."""
+    stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+    return stored[name] if parameter.is_meta and stored is not None else parameter
 
 
 def observe(
@@ -346,6 +361,7 @@ class Observer:
         self._trains = any(metric.kind == "gradient" for metric in resolve_metrics(metrics))
         self._forgives = False
         self._told: set[str] = set()
+        self._known: dict[nn.Module, KnownBlock] = {}  # what norms are, of blocks that have added up
         self._spikes = LossSpikes()
 
     def begin(self, step: int) -> None:
@@ -355,6 +371,7 @@ class Observer:
             self._recorder = record(self.sites, self._metrics, loss_tokens=self._loss_tokens)
             self._recorder.training_only, self._recorder.training_first = self._trains, True
             self._recorder.forgives = True  # training goes first
+            self._recorder.known |= self._known
             self._recorder.__enter__()
 
     def pause(self) -> bool:
@@ -368,6 +385,7 @@ class Observer:
         is_measured = self.pause()
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
+            self._known = {module: known for module, known in recorder.known.items() if known.sites is not None}
             self._trains |= recorder.trains
             try:
                 stats = recorder.stats(step=step)
@@ -376,19 +394,24 @@ class Observer:
                     raise
                 warnings.warn(f"step {step} was not measured: {error}", stacklevel=3)
                 return False
-            without = recorder.absent.get(GRADIENTS)
-            if without is not None and without not in self._told:
-                warnings.warn(f"step {step}: gradients of a forward pass are left out: {without}", stacklevel=3)
-                self._told.add(without)
+            self._tell(step, "gradients of a forward pass", recorder.absent.get(GRADIENTS))
             try:
                 layers = stats.across_ranks(self._group).to_pandas()
             except NormlabError as error:  # on all ranks alike
                 warnings.warn(f"step {step} is left out: {error}", stacklevel=3)
                 return False
-            self.readings.add(_joined([layers, _weights(self.sites, step)]))
+            weights, without = _weights(self.sites, step)
+            self._tell(step, "weights", without)
+            self.readings.add(_joined([layers, weights]))
             # Of several ranks none may leave out a step alone: the others would wait for it.
             self._forgives = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         return is_measured
+
+    def _tell(self, step: int, what: str, why: str | None) -> None:
+        """Warn once that something is left out."""
+        if why is not None and why not in self._told:
+            warnings.warn(f"step {step}: {what} are left out: {why}", stacklevel=4)
+            self._told.add(why)
 
     def step(self, loss: float | Tensor, step: int) -> None:
         """End optimizer step number `step` and begin the next.

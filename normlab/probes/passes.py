@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -11,17 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
+from normlab.probes.hooks import uncompiled
 from normlab.probes.layout import (
     hidden_state,
     is_activation,
+    others,
     output_tensor,
     outputs_of,
+    replaced,
     require_one_stream,
     same_tensor,
-    with_argument,
     with_output,
 )
-from normlab.probes.record import uncompiled
+from normlab.probes.record import record
 from normlab.probes.sites import Sites
 
 Hook = Callable[..., Any]
@@ -96,7 +98,7 @@ def _require_run(idle: Iterator[nn.Module]) -> None:
 
 
 def on_blocks(
-    where: Sites, hook: Hook, layers: range | None = None, before: Hook | None = None
+    stream: Stream, hook: Hook, layers: range | None = None, before: Hook | None = None
 ) -> AbstractContextManager[None]:
     """`hooked` with one hook (layer, module, args, kwargs, output) on every block, for one pass.
 
@@ -104,7 +106,7 @@ def on_blocks(
     which it does not see.
 
     Args:
-        where: the blocks.
+        stream: that of the blocks.
         hook: what is called.
         layers: only at these; default: at all.
         before: is called as (layer, args, kwargs) before a block runs.
@@ -125,7 +127,7 @@ def on_blocks(
                 "(`record` takes each run for a layer)"
             )
         ran.add(layer)
-        given[layer] = with_copy(args, kwargs)
+        given[layer] = stream.copied_arguments(args, kwargs)
         if before is not None:
             before(layer, *given[layer])
 
@@ -138,15 +140,19 @@ def on_blocks(
         finally:
             inside.clear()
 
-    blocks = [block for block in where.blocks if layers is None or block.index in layers]
+    blocks = [block for block in stream.sites.blocks if layers is None or block.index in layers]
     starts = [(block.module, partial(enter, block.index)) for block in blocks]
     return hooked(*((block.module, partial(leave, block.index)) for block in blocks), before=starts)
 
 
-def with_copy(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A block's arguments with a copy of the stream."""
-    x, name = hidden_state(args, kwargs)
-    return with_argument(args, kwargs, name, x.clone())
+def see_blocks(stream: Stream, run: Callable[[], Any], hook: Hook) -> None:
+    """`run` a pass of the model under `on_blocks`; `hook` may ask for the stream."""
+
+    def once() -> None:
+        with on_blocks(stream, hook):
+            run()
+
+    stream.watched(once, run)
 
 
 @contextmanager
@@ -208,30 +214,132 @@ def without_head(where: Sites) -> Iterator[None]:
 # -- the stream ------------------------------------------------------------------------------------------------------
 
 
-def require_whole_stream(args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+class _TwoTensors(Exception):
+    """A block has returned two tensors of the stream's shape, and whether the stream is their sum is not known."""
+
+
+class Stream:
+    """The residual stream in the calls of a model's blocks: what they read and return of it, and what they are handed.
+
+    It is one tensor; or the sum of two, where a block passes on its last branch and the residual apart (mamba_ssm,
+    flash_attn, vLLM) and the next one adds them. Which of the two is told by a recording, once a block has returned two
+    tensors of one shape.
+    """
+
+    def __init__(self, where: Sites):
+        self.sites = where
+        self._is_sum: bool | None = None  # None: no block has returned two tensors yet
+
+    def watched(self, watch: Callable[[], Any], run: Callable[[], Any]) -> Any:
+        """`watch()`, which calls `run`, a pass of the model, under hooks that ask for the stream.
+
+        It is called a second time where blocks return two tensors.
+        """
+        try:
+            return watch()
+        except _TwoTensors:
+            with torch.no_grad(), record(self.sites, ["rms"], masks=["all"]) as recorder:
+                run()
+            self._is_sum = recorder.joins
+        return watch()
+
+    def before(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """The stream that a block reads."""
+        return self._sum(self._given(args, kwargs))
+
+    def after(self, args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor:
+        """The stream that a block passes on.
+
+        Raises:
+            NormlabError: it is in two parts, and which sum of them it is cannot be told.
+        """
+        if self._is_sum is None and len(_like(output_tensor(output), outputs_of(output))) > 1:
+            raise _TwoTensors
+        if not self._is_sum:
+            _require_whole(args, kwargs, output)
+        return self.total(output)
+
+    def total(self, output: Any) -> Tensor:
+        """`after`, of an output that it has been asked for."""
+        return self._sum(self.returned(output))
+
+    def through(self, args: tuple, kwargs: dict[str, Any], output: Any) -> tuple[Tensor, Tensor]:
+        """The residual stream before and after a block, (batch, length, width).
+
+        Raises:
+            NormlabError: several streams, or one in two parts that cannot be told.
+        """
+        before, after = self.before(args, kwargs), self.after(args, kwargs, output)
+        require_rows(before)
+        require_one_stream(before, after)
+        return before, after
+
+    def returned(self, output: Any) -> list[Tensor]:
+        """The tensors of a block's output whose sum is the stream."""
+        return self._parts(output_tensor(output), outputs_of(output))
+
+    def put(self, output: Any, x: Tensor) -> Any:
+        """A block's output with `x` for the stream that it passes on."""
+        return replaced(output, _in_place_of(self.returned(output), x))
+
+    def handed(self, args: tuple, kwargs: dict[str, Any], x: Tensor) -> tuple[tuple, dict[str, Any]]:
+        """A block's arguments with `x` for the stream that it reads."""
+        changes = _in_place_of(self._given(args, kwargs), x)
+        return replaced(args, changes), replaced(kwargs, changes)
+
+    def copied(self, output: Any) -> Any:
+        """A block's output with a copy of the stream: later blocks may write into it."""
+        return replaced(output, [(part, part.clone()) for part in self.returned(output)])
+
+    def copied_arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """A block's arguments with a copy of the stream."""
+        changes = [(part, part.clone()) for part in self._given(args, kwargs)]
+        return replaced(args, changes), replaced(kwargs, changes)
+
+    def pass_on(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Make a block the identity; a forward hook."""
+        return self.put(output, self.before(args, kwargs))
+
+    def _given(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+        return self._parts(hidden_state(args, kwargs)[0], (*args, *kwargs.values()))
+
+    def _parts(self, x: Tensor, values: Iterable[Any]) -> list[Tensor]:
+        """The tensors among values whose sum is the stream; `x` is the first of them."""
+        parts = _like(x, values) if self._is_sum else [x]
+        if len(parts) > 2:
+            raise NormlabError(
+                f"a block is given or returns {len(parts)} tensors of the stream's shape: which two of them make up "
+                "the residual stream cannot be told"
+            )
+        return parts
+
+    @staticmethod
+    def _sum(parts: Sequence[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _in_place_of(parts: Sequence[Tensor], x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """What makes up the stream `x` in place of these parts: the widest is `x`, another is zero."""
+    widest = max(parts, key=lambda part: part.element_size())
+    return [(part, x.to(part.dtype) if part is widest else torch.zeros_like(part)) for part in parts]
+
+
+def _like(x: Tensor, values: Iterable[Any]) -> list[Tensor]:
+    """`x` and the other activations of its shape among values."""
+    return [x, *(value for value in others(x, values) if value.shape == x.shape)]
+
+
+def _require_whole(args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Refuse a block that is given and returns two tensors of the stream's shape, both new: their sum may be it."""
     x = hidden_state(args, kwargs)[0]
-    given = [v for v in (*args, *kwargs.values()) if is_activation(v) and v.shape == x.shape]
-    returned = [v for v in outputs_of(output) if is_activation(v) and v.shape == x.shape]
+    given = _like(x, (*args, *kwargs.values()))
+    returned = [value for value in outputs_of(output) if is_activation(value) and value.shape == x.shape]
     new = [v for v in returned if not any(same_tensor(v, one) for one in given)]
     if len(given) > 1 and len(new) > 1:
         raise NormlabError(
             "a block is given and passes on two tensors of the stream's shape, as where the residual is kept apart "
             "from what the last branch adds: which sum of them is the residual stream cannot be told"
         )
-
-
-def stream_through(args: tuple, kwargs: dict[str, Any], output: Any) -> tuple[Tensor, Tensor]:
-    """The residual stream before and after a block, (batch, length, width).
-
-    Raises:
-        NormlabError: several streams, or one in two parts.
-    """
-    require_whole_stream(args, kwargs, output)
-    before, after = hidden_state(args, kwargs)[0], output_tensor(output)
-    require_rows(before)
-    require_one_stream(before, after)
-    return before, after
 
 
 def require_rows(x: Tensor) -> None:
@@ -244,11 +352,6 @@ def require_rows(x: Tensor) -> None:
 
 
 # -- what modules return instead -------------------------------------------------------------------------------------
-
-
-def return_input(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Make a block the identity; a forward hook."""
-    return with_output(output, hidden_state(args, kwargs)[0])
 
 
 def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

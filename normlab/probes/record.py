@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +15,13 @@ from torch import Tensor, nn
 from normlab.errors import NormlabError
 from normlab.probes.accumulate import Accumulator, Measurer
 from normlab.probes.block_trace import BlockTrace, KnownBlock
+from normlab.probes.checkpoints import Checkpoints, in_backward
 from normlab.probes.decomposition import NormRead
-from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, Repeated, Run, TokenMask
+from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask
+from normlab.probes.hooks import Hook, is_running, uncompiled
 from normlab.probes.layout import (
     Refusal,
+    are_turned,
     features_last,
     find_input,
     find_output,
@@ -38,9 +38,6 @@ from normlab.probes.metrics import MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Sites, sites
 from normlab.probes.statistics import AttentionWatch, Routing, mixers_of, routing_of
 from normlab.probes.stats import LayerStats, manifest
-from normlab.probes.stream_sums import Rows
-
-_CALL: Any = nn.Module._call_impl
 
 
 def record(
@@ -100,68 +97,6 @@ def record(
     return Recorder(where, resolve_metrics(metrics), loss_tokens, masks)
 
 
-def in_backward() -> bool:
-    """True while autograd runs a backward pass in this thread: a forward that runs then is a checkpoint's."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _is_running(modules: set[nn.Module]) -> bool:
-    """True if this thread is inside a call of one of these modules."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL.__code__ and frame.f_locals.get("self") in modules:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _metadata(node: Any) -> dict[Any, Any]:
-    """Notes at a node of the graph; PyTorch declares them as a method, and has them as an attribute."""
-    return node.metadata
-
-
-def _runs_compiled(model: nn.Module) -> bool:
-    """True if compiled code may run the model, which does not know from where it is called.
-
-    Attention that compiles itself would hold all scores if it ran uncompiled. There only marks on the modules count.
-    """
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) != "flex_attention":
-        return "torch._dynamo" in sys.modules
-    return any(
-        hasattr(m, "_orig_mod")
-        or getattr(m, "_compiled_call_impl", None) is not None
-        or hasattr(vars(m).get("forward"), "_torchdynamo_orig_callable")
-        for m in model.modules()
-    )
-
-
-class _Hook:
-    """A hook of the model. It ends no call, acts only while its recording is open, and does nothing in copies."""
-
-    def __init__(self, recorder: Recorder | None = None, act: Callable | None = None):
-        self._recorder, self._act = recorder, act
-
-    def __call__(self, *call: Any) -> Any:
-        recorder, act = self._recorder, self._act
-        if recorder is None or act is None or not recorder.is_open:
-            return None
-        try:
-            return act(*call)
-        except Refusal as error:
-            if not recorder.forgives:
-                raise
-            recorder.lose(call[0], error)
-        except Exception as error:
-            recorder.lose(call[0], error)
-        return None
-
-    def __deepcopy__(self, memo: dict) -> _Hook:
-        return _Hook()
-
-    def __reduce__(self) -> tuple:
-        return _Hook, ()
-
-
 def _beside(x: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """A second activation of the shape of `x` among a norm's arguments: a residual to add, or a gate."""
     if len(args) + len(kwargs) == 1:
@@ -169,37 +104,15 @@ def _beside(x: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     return next((value for value in others(x, (*args, *kwargs.values())) if value.shape == x.shape), None)
 
 
-class _Uncompiled:
-    """Has compiled code run uncompiled, in this process, while any recording of a model that it may run is open.
+class _Running(threading.local):
+    """What runs in a thread: the call and the block's trace, the modules entered on the way to the blocks."""
 
-    Compiled code ignores hooks that are added later, or is compiled anew around them.
-    """
+    call: Call | None = None
+    trace: BlockTrace | None = None
+    is_left_out = False  # the call is not measured
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-        self._stance: AbstractContextManager = nullcontext()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._open == 0:
-                self._stance = torch.compiler.set_stance("force_eager")
-                self._stance.__enter__()
-            self._open += 1
-
-    def __exit__(self, *exception: Any) -> None:
-        with self._lock:
-            self._open -= 1
-            if self._open == 0:
-                self._stance.__exit__(None, None, None)
-
-
-_UNCOMPILED = _Uncompiled()
-
-
-def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which compiled code that may run the model runs uncompiled, so that hooks run."""
-    return _UNCOMPILED if _runs_compiled(model) else nullcontext()
+        self.entered: list[nn.Module] = []
 
 
 class Recorder:
@@ -211,6 +124,7 @@ class Recorder:
         norm_sites: norm -> (site, layer), once the model has run.
         branches: (kind, layer) -> (the module whose output is added, how), once the model has run.
         absent: what could not be measured, and why.
+        known: the blocks, as earlier calls have shown them.
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
         training_first: once there is a call with gradients, do so, and forget the calls before it.
         trains: whether a call with gradients was measured.
@@ -233,13 +147,12 @@ class Recorder:
         self._loss_tokens = loss_tokens
         self._handles: list[Any] = []
         self._eager: AbstractContextManager = nullcontext()
-        self._local = threading.local()
+        self._local = _Running()
         self._lock = threading.Lock()
-        self._key = object()  # of our marks on nodes of the graph
         self._root: Tensor | None = None  # where `backward` ends
         self._latest: Call | None = None
-        self._known: dict[nn.Module, KnownBlock] = {}
-        self._waiting: WeakSet[Call] = WeakSet()  # whose gradients inside blocks come with a checkpoint's repetition
+        self.known: dict[nn.Module, KnownBlock] = {}
+        self._checkpoints = Checkpoints(self.absent)
         self._finished: list[Call] = []
         self._calls = 0
         self._idle_calls = 0
@@ -272,7 +185,8 @@ class Recorder:
         if self._call is not None:
             self._call.stop_watching()
         self._root = None
-        self._local = threading.local()
+        self._local = _Running()
+        self._checkpoints.forget_running()
 
     def _attach(self) -> None:
         kinds, measurer = self._measurer.kinds, self._measurer
@@ -302,11 +216,11 @@ class Recorder:
             self._before(norm, self._outer_norm_in)
 
     def _before(self, module: nn.Module, act: Callable) -> None:
-        self._handles.append(module.register_forward_pre_hook(_Hook(self, act), with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(Hook(self, act), with_kwargs=True))
 
     def _called(self, module: nn.Module, act: Callable, always: bool = False) -> None:
         """Call `act(args, kwargs, output)` after a module."""
-        hook = _Hook(self, lambda m, args, kwargs, output: act(args, kwargs, output))
+        hook = Hook(self, lambda m, args, kwargs, output: act(args, kwargs, output))
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
 
     def _read(self, block: Block, module: nn.Module, act: Callable, *what: Any, find: Callable = find_input) -> None:
@@ -348,12 +262,12 @@ class Recorder:
 
     @property
     def _call(self) -> Call | None:
-        return None if self._is_left_out else getattr(self._local, "call", None)
+        return None if self._local.is_left_out else self._local.call
 
     @property
-    def _is_left_out(self) -> bool:
-        """True in a call that is not measured."""
-        return getattr(self._local, "is_left_out", False)
+    def joins(self) -> bool:
+        """True if each block that ran returns two tensors whose sum is the stream."""
+        return bool(self.known) and all(known.joins for known in self.known.values())
 
     def _leaves_out(self, module: nn.Module) -> bool:
         """True where a call begins that is not to be measured."""
@@ -362,25 +276,26 @@ class Recorder:
         if torch._C._are_functorch_transforms_active():
             self.absent["calls inside torch.func"] = "its tensors have no values of their own: use torch.autograd"
             return True
-        if _is_running(set(self.sites.ancestors) - {module}):
+        if is_running(set(self.sites.ancestors) - {module}):
             self.absent["calls under way"] = "they had begun when the recording was opened"
             return True
         return False
 
     def _trace_of(self, block: Block) -> BlockTrace | None:
         """The run of a block, in a forward pass of the caller's; a checkpoint's recomputation is none."""
-        trace = getattr(self._local, "trace", None)
-        if trace is None or trace.call is not self._call or trace.block is not block or in_backward():
+        local = self._local
+        trace = local.trace
+        if trace is None or trace.block is not block or trace.call is not local.call or local.is_left_out:
             return None
-        return trace
+        return None if in_backward() else trace
 
     def _enter_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if in_backward():
             return
         local = self._local
-        if module in getattr(local, "entered", ()):  # its last call was interrupted
+        if module in local.entered:  # its last call was interrupted
             local.entered, local.call, local.trace = [], None, None
-        if not getattr(local, "entered", None):
+        if not local.entered:
             local.entered, local.is_left_out = [], self._leaves_out(module)
             self._go_last()
         local.entered.append(module)
@@ -414,7 +329,7 @@ class Recorder:
         return call
 
     def _leave_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        entered = getattr(self._local, "entered", None)
+        entered = self._local.entered
         if in_backward() or not entered or entered[-1] is not module:  # else it was not seen to begin
             return
         entered.pop()
@@ -443,7 +358,7 @@ class Recorder:
             with self._lock:
                 self._finished.append(call)
                 if call.waits:
-                    self._waiting.add(call)
+                    self._checkpoints.wait_for(call)
                 self._calls += bool(call.layer)
                 self._idle_calls += not call.layer
                 self._layers = max(self._layers, call.layer)
@@ -465,9 +380,9 @@ class Recorder:
         """The call that a block is about to run in, opened by the first block where none is open."""
         call = self._call
         is_first = block.index == 1
-        if self._is_left_out or (call is not None and not (call.implicit and is_first)):
+        if self._local.is_left_out or (call is not None and not (call.implicit and is_first)):
             return call
-        if getattr(self._local, "entered", None) or self._leaves_out(block.module):
+        if self._local.entered or self._leaves_out(block.module):
             return None
         if not is_first:
             self.absent[block.name] = "it ran without the blocks before it"
@@ -479,12 +394,11 @@ class Recorder:
 
     def _block_in(self, block: Block, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         x, name = hidden_state(args, kwargs)
-        known = self._known.get(module)
+        known = self.known.get(module)
         if known is None:
-            known = self._known.setdefault(module, KnownBlock(is_channels_first(module, x)))
+            known = self.known.setdefault(module, KnownBlock(is_channels_first(module, x), are_turned(module)))
         if in_backward():  # a checkpoint runs the block again
-            self._repeat(block, x, begins=True)
-            repeated = getattr(self._local, "repeated", None)
+            repeated = self._checkpoints.find(block, x, begins=True)
             if repeated is not None:
                 place = ("block_in", repeated.run.layer)
                 self._measurer.gradient(repeated.call, place, x, known.channels_first, repeated=repeated)
@@ -499,7 +413,7 @@ class Recorder:
         given = (*args, *kwargs.values())
         run = call.begin_layer(module, block.layer, x, any(v.ndim == x.ndim == 3 for v in others(x, given)))
         if is_first:
-            call.find_rows(module, x)
+            call.find_rows(x, known.is_turned)
         if is_first and self._has_gradients:
             self._root = x
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
@@ -522,7 +436,7 @@ class Recorder:
         call, last = trace.call, trace.call.last
         if last is None:
             return
-        self._mark(x, call, last.run)
+        self._checkpoints.mark(x, call, last.run)
         if not last.is_passed_on(x):
             reason = f"{trace.block.name} reads another tensor than the one returned, of which is block_out"
             call.absent[f"stream after block {last.run.layer}"] = reason
@@ -531,7 +445,7 @@ class Recorder:
 
     def _block_out(self, block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if in_backward():
-            repeated = getattr(self._local, "repeated", None)
+            repeated = self._checkpoints.running
             if repeated is not None and output is not None:
                 repeated.end(output_tensor(output))
             return
@@ -555,7 +469,7 @@ class Recorder:
         layer = call.layer = trace.layer
         self._measurer.activation(call, ("block_out", layer), out)
         call.last = LastBlock(block.module, trace.run, x, beside, is_joined)
-        self._mark(x, call, trace.run)
+        self._checkpoints.mark(x, call, trace.run)
         trace.finish(out)
         self.norm_sites |= {norm: (site, layer) for (norm, _), site in trace.sites.items()}
         call.absent |= {f"{site} {layer}": reason for site, reason in trace.lost.items()}
@@ -571,61 +485,23 @@ class Recorder:
 
         Blocks that add their residual at the next one's beginning return the branch and the residual apart.
         """
-        if last.is_joined:
-            return True
-        rows = Rows(x)
-        first, second = rows.of(last.out), rows.of(last.beside)
-        if first is None or second is None:
+        rows, second = last.rows, last.beside_rows
+        read = None if rows is None else rows.of(x)
+        if rows is None or read is None or second is None:
             return False
-        is_sum = rows.same(rows.first, first + second) and not rows.same(rows.first, first)
-        if is_sum:
-            self._known[last.block].joins = True
+        rows.note_rounding(x)
+        is_first = rows.same(read, rows.first)
+        is_sum = rows.same(read, rows.first + second) and not is_first
+        self.known[last.block].joins = is_sum
+        if is_sum and not last.is_joined:
             call.forget(last.run.layer)
             self._measurer.activation(call, ("block_out", last.run.layer), x)
             call.absent[f"block {last.run.layer}"] = "its residual is added after it, which only the next one shows"
-        elif not rows.same(rows.first, first) and not rows.same(rows.first, second):
+        elif not is_sum and (last.is_joined or not (is_first or rows.same(read, second))):
             call.forget(last.run.layer)
             reason = "the block returns two tensors of the stream's shape, and what reads them does not tell the stream"
             call.absent |= {f"block_out {last.run.layer}": reason, f"block {last.run.layer}": reason}
         return is_sum
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    def _mark(self, x: Tensor, call: Call, run: Run) -> None:
-        """Have the node of the graph that made a block's output tell which run that was."""
-        if call.waits and x.grad_fn is not None:
-            _metadata(x.grad_fn)[self._key] = (call, run)
-
-    def _repeat(self, block: Block, x: Tensor, begins: bool) -> None:
-        """Find the run of a block that a reentrant checkpoint repeats in the backward pass.
-
-        The node of the graph that repeats it tells. Else it is the address of what the block (`begins`) or its norm
-        reads, which the checkpoint has kept.
-        """
-        if not self._waiting:
-            return
-        node, before = torch._C._current_autograd_node(), getattr(self._local, "repeated", None)
-        marked = None if node is None else _metadata(node).get(self._key)
-        calls = list(self._waiting) if marked is None else [marked[0]]
-        runs = [(call, run) for call in calls for run in call.runs.get(block.module, ())]
-        if marked in runs:
-            found = [marked]
-        elif before is not None and before.leads_to(x):
-            found = [(call, run) for call, run in runs if (call, run.layer) == (before.call, before.run.layer + 1)]
-        elif marked is not None and len(runs) == 1:
-            found = runs
-        else:
-            found = [(call, run) for call, run in runs if run.has_read(x)]
-            found = [(call, run) for call, run in found if not run.is_repeated] or found
-            if not found and not begins and before is not None and before.block is block:
-                return  # its first norm was found
-        task = torch._C._current_graph_task_id()
-        if len(found) != 1:
-            which = "several" if found else "none"
-            reason = f"a checkpoint repeats it on the input of {which} of the forward passes that wait for gradients"
-            self.absent[f"gradients in {block.name}"], self._local.repeated = reason, None
-        elif begins or before is None or (before.run, before.task) != (found[0][1], task):
-            self._local.repeated = Repeated(block, found[0][0], found[0][1], task)
 
     # -- inside a block ------------------------------------------------------------------------------------------
 
@@ -656,7 +532,7 @@ class Recorder:
     def _norm_reads(self, block: Block, norm: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> None:
         """Measure what a norm reads: one that adds two tensors reads the sum that it returns."""
         trace = self._trace_of(block)
-        known = self._known.get(block.module)
+        known = self.known.get(block.module)
         if known is None:
             return
         channels_first = known.channels_first
@@ -669,9 +545,8 @@ class Recorder:
             read = trace.norm_starts(norm, view)
             if read is not None:
                 self._measurer.norm_input(trace.call, read, x, view, kwargs.get("mean_square"), channels_first)
-        elif in_backward() and self._waiting:
-            self._repeat(block, x, begins=False)
-            repeated = getattr(self._local, "repeated", None)
+        elif in_backward():
+            repeated = self._checkpoints.find(block, x, begins=False)
             site = None if repeated is None or repeated.block is not block else repeated.site_of(norm)
             if repeated is not None and site is not None:
                 place = (site, repeated.run.layer)
@@ -690,7 +565,7 @@ class Recorder:
             return
         last_module, last = self.sites.blocks[-1].module, call.last
         joins_streams = hasattr(last_module, "enter")  # then the norm reads one stream, made of several
-        known = self._known.get(last_module)  # None for a norm between two stages
+        known = self.known.get(last_module)  # None for a norm between two stages
         channels_first = x.ndim > 3 and known is not None and known.channels_first
         view = features_last(x, channels_first, norm)
         if last.beside is not None and not joins_streams:
@@ -700,7 +575,7 @@ class Recorder:
             is_read = self._settle_pair(last, view, call) or same_tensor(x, last.out)
         else:
             is_read = joins_streams or same_tensor(x, last.out)
-        self._mark(x, call, last.run)
+        self._checkpoints.mark(x, call, last.run)
         if is_read:
             read = NormRead(norm, call.layer, site="final_norm_in")
             call.final.append(read)
@@ -765,7 +640,8 @@ class Recorder:
     def _forget(self) -> None:
         """Drop what was recorded so far."""
         with self._lock:
-            self._finished, self._calls, self._idle_calls, self.absent = [], 0, 0, {}
+            self._finished, self._calls, self._idle_calls = [], 0, 0
+            self.absent.clear()
             self._accumulator = Accumulator(self._accumulator.masks, self._measurer.statistics)
 
     def _flush(self) -> None:

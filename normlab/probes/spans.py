@@ -62,7 +62,8 @@ def cheapest_spans(
     if not 1 <= longest < where.depth:
         raise NormlabError(f"a span of 1 to {where.depth - 1} blocks can be dropped of {where.depth}, not of {longest}")
     angles = angular_distance(where, choosing, progress=progress)
-    runner, kept = Runner(where, choosing[:1], False, ""), KeptPass(where)
+    runner = Runner(where, choosing[:1], False, "")
+    kept = KeptPass(runner.stream)
     with torch.no_grad(), evaluating(runner.model):
         for batch in runner:
             kept.keep(partial(runner.run, batch, needs_logits=False))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,12 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which operations compute in the dtypes of what they are given."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+
+
 def over_chunks(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Apply `function` to matching row chunks of (tokens, d) tensors; join the results along their last dimension.
 
@@ -38,7 +45,7 @@ def over_chunks(function: Callable[..., Tensor], *tensors: Tensor | None) -> Ten
     flat = [None if t is None else t.reshape(-1, t.shape[-1]) for t in tensors]
     tokens = first.numel() // first.shape[-1]
     pieces = [function(*(None if t is None else t[i : i + step] for t in flat)) for i in range(0, max(1, tokens), step)]
-    return torch.cat(pieces, dim=-1)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
@@ -499,7 +506,7 @@ class AttentionWatch(TorchFunctionMode):
 
     def _keep(self, like: Tensor, chunks: Callable[[], Iterable[Tensor]]) -> None:
         try:
-            with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
+            with torch.no_grad(), without_autocast(like.device):
                 self.scores = self.reduce(chunks())
             self.shape = (like.shape[0], like.shape[2])
         except Exception as error:  # the watched model goes on

@@ -17,9 +17,10 @@ allow: of one token or of equal tokens, anything is a sum of anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import combinations
 
 import torch
@@ -62,8 +63,9 @@ class Rows:
         self.width, self.shape = like.shape[-1], like.shape
         self.tokens = like.numel() // max(1, self.width)
         step = max(1, self.tokens // CHECKED)
-        self.index = torch.arange(0, self.tokens, step, device=like.device)[-CHECKED:]
-        self.first = like.detach().reshape(self.tokens, self.width)[self.index].double()
+        self._few = slice(max(0, -(-self.tokens // step) - CHECKED) * step, None, step)
+        self._seen: list[tuple[Tensor, int, Tensor]] = []  # tensors, the number of writes to each, and their rows
+        self.first = self._taken(like)
         self.eps = torch.finfo(like.dtype).eps
 
     def note_rounding(self, x: Tensor) -> None:
@@ -78,10 +80,20 @@ class Rows:
         if x is None or x.shape[-1] != self.width:
             return None
         if len(self.shape) > 3 and x.shape[:-1] == self.shape[:-2]:
-            return x.detach().reshape(-1, self.width)[self.index // self.shape[-2]].double()
+            return self._taken(x.unsqueeze(-2).expand(self.shape))
         if x.numel() != self.tokens * self.width:
             return None
-        return x.detach().reshape(self.tokens, self.width)[self.index].double()
+        return self._taken(x)
+
+    def _taken(self, x: Tensor) -> Tensor:
+        version = -1 if x.is_inference() else x._version
+        for seen, at, rows in self._seen:
+            if seen is x and at == version:
+                return rows
+        rows = x.detach().reshape(self.tokens, self.width)[self._few].to(torch.float64, copy=True)
+        if version >= 0:
+            self._seen.append((x, version, rows))
+        return rows
 
     def unchanged(self, x: Tensor, kept: Tensor) -> bool:
         """True if the rows of `x` are still those that were kept: nothing was written over them."""
@@ -92,8 +104,24 @@ class Rows:
         """True if two sets of rows hold the same numbers, up to rounding."""
         if a is None or b is None or a.shape != b.shape:
             return False
-        kept = a.isfinite().all(1) & b.isfinite().all(1)
-        return bool(kept.any()) and bool((a[kept] - b[kept]).norm() <= SLACK * self.eps * a[kept].norm())
+        if a is b and all_finite(a):
+            return len(a) > 0
+        apart = size_of(a - b)
+        if not math.isfinite(apart):
+            kept = a.isfinite().all(1) & b.isfinite().all(1)
+            a, b = a[kept], b[kept]
+            apart = size_of(a - b)
+        return len(a) > 0 and apart <= SLACK * self.eps * size_of(a)
+
+
+def size_of(x: Tensor) -> float:
+    """The Euclidean norm of all elements."""
+    return float(torch.linalg.vector_norm(x))
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    """True if no element of these rows is infinite or NaN: then their sum is not."""
+    return math.isfinite(sum(float(x.sum()) for x in tensors))
 
 
 def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps: float) -> Explanation | None:
@@ -109,13 +137,14 @@ def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps
     rows = {i: o for i, o in enumerate(outputs) if o is not None and o.shape == before.shape}
     working = {i: o for i, o in rows.items() if bool(o.any())} or dict(list(rows.items())[-1:])
     zero = rows.keys() - working.keys()
-    kept = before.isfinite().all(1) & after.isfinite().all(1)
-    for o in working.values():
-        kept &= o.isfinite().all(1)
-    if not bool(kept.any()):
-        return None
-    before, after = before[kept], after[kept]
-    working = {i: o[kept] for i, o in working.items()}
+    if not all_finite(before, after, *working.values()):
+        kept = before.isfinite().all(1) & after.isfinite().all(1)
+        for o in working.values():
+            kept &= o.isfinite().all(1)
+        if not bool(kept.any()):
+            return None
+        before, after = before[kept], after[kept]
+        working = {i: o[kept] for i, o in working.items()}
     there = list(working)
     sets: list[tuple[int, ...]] = [(i,) for i in there[-1:]]
     if len(there) <= 4:
@@ -136,10 +165,14 @@ def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps
     return None
 
 
-def _fits(left: Tensor, sizes: Sequence[Tensor], eps: float) -> bool:
-    """True if what is left unexplained is no more than the rounding of tensors of these sizes."""
-    allowed = SLACK * eps * sum(float(size.norm()) for size in sizes)
-    return float(left.norm()) <= allowed
+def _allowed(terms: Sequence[Tensor], eps: float) -> float:
+    """The size of the rounding of a sum of these terms."""
+    return SLACK * eps * sum(map(size_of, terms))
+
+
+def _fits(left: Tensor, terms: Sequence[Tensor], eps: float) -> bool:
+    """True if what is left unexplained is no more than the rounding of a sum of these terms."""
+    return size_of(left) <= _allowed(terms, eps)
 
 
 def count_different(rows: Tensor) -> int:
@@ -184,19 +217,19 @@ def _coefficients(target: Tensor, outputs: Sequence[Tensor]) -> list[float] | No
 def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
     """`added` and `scaled`."""
     change = after - before
-    sizes = [before, after, *outputs]
-    ones = (1.0,) * len(outputs)
-    if _fits(change - sum(outputs), sizes, eps) and _ones_do(change, outputs, eps, before):
-        return Explanation("added", (), ones)
+    allowed = _allowed([before, after, *outputs], eps)
+    left = reduce(torch.sub, outputs, change)
+    if size_of(left) <= allowed and _ones_do(left, change, outputs, eps, before):
+        return Explanation("added", (), (1.0,) * len(outputs))
     factors = _coefficients(change, outputs)
     if factors is not None and min(map(abs, factors)) > 0:
         left = change - sum(c * o for c, o in zip(factors, outputs, strict=True))
-        if _fits(left, sizes, eps) and _matter(left, outputs, factors, after):
+        if size_of(left) <= allowed and _matter(left, outputs, factors, after):
             return Explanation("added", (), tuple(factors))
     factors = _coefficients(after, [before, *outputs])
-    if factors is not None and abs(factors[0]) * float(before.norm()) > 1e-3 * float(after.norm()):
+    if factors is not None and abs(factors[0]) * size_of(before) > 1e-3 * size_of(after):
         left = after - sum(c * o for c, o in zip(factors, [before, *outputs], strict=True))
-        if _fits(left, sizes, eps) and _matter(left, outputs, factors[1:], after):
+        if size_of(left) <= allowed and _matter(left, outputs, factors[1:], after):
             return Explanation("scaled", (), tuple(factors[1:]), factors[0])
     return None
 
@@ -206,23 +239,23 @@ def _matter(left: Tensor, outputs: Sequence[Tensor], factors: Sequence[float], a
 
     Nothing may be left by chance: the fit of an output that was not added is its noise.
     """
-    least = max(4 * float(left.norm()), NOISE * float(after.norm()))
-    sizes = [abs(c) * float(o.norm()) for c, o in zip(factors, outputs, strict=True)]
+    least = max(4 * size_of(left), NOISE * size_of(after))
+    sizes = [abs(c) * size_of(o) for c, o in zip(factors, outputs, strict=True)]
     return all(size > least for size, o in zip(sizes, outputs, strict=True) if bool(o.any()))
 
 
-def _ones_do(change: Tensor, outputs: list[Tensor], eps: float, before: Tensor) -> bool:
-    """True if factors of 1 do as well as fitted ones, where rounding leaves that open."""
-    left = float((change - sum(outputs)).norm())
-    rounded = SLACK * eps * float(before.norm())
-    if all(float(o.norm()) <= rounded for o in outputs):  # added, they are lost in rounding
+def _ones_do(rest: Tensor, change: Tensor, outputs: list[Tensor], eps: float, before: Tensor) -> bool:
+    """True if factors of 1, which leave `rest`, do as well as fitted ones, where rounding leaves that open."""
+    left = size_of(rest)
+    rounded = SLACK * eps * size_of(before)
+    if all(size_of(o) <= rounded for o in outputs):  # added, they are lost in rounding
         return True
-    if left <= 1e-4 * float(change.norm()) or not outputs:
+    if left <= 1e-4 * size_of(change) or not outputs:
         return True
     factors = _coefficients(change, outputs)
     if factors is None:
         return False
-    fitted = float((change - sum(c * o for c, o in zip(factors, outputs, strict=True))).norm())
+    fitted = size_of(change - sum(c * o for c, o in zip(factors, outputs, strict=True)))
     return left <= 1.02 * fitted
 
 

@@ -114,7 +114,7 @@ def attention_sinks(
             rows.append((layer, row, position, float(heads), float(mean)))
         watch.forget()  # last, as the softmax above is seen too
 
-    with evaluating(runner.model), watch, on_blocks(runner.sites, hook):
+    with evaluating(runner.model), watch, on_blocks(runner.stream, hook):
         runner.run(batch)
     if not layers and others:
         raise NormlabError(f"attention was seen over {others[0]}: give a model that attends to its tokens alone")

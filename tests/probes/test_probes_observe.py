@@ -135,6 +135,24 @@ def test_weights_that_grow_in_one_block_are_named_before_they_harm():
     assert first.value == pytest.approx(weight.square().mean().sqrt().item())
 
 
+def test_weights_on_the_meta_device_are_read_where_they_are_kept_or_left_out_with_a_warning():
+    accelerate = pytest.importorskip("accelerate")
+
+    def weights(model):
+        with torch.no_grad(), normlab.observe(model, every=1, metrics=["rms"]) as observer:
+            model(**token_batch())
+            observer.step(2.0, 0)
+        table = observer.to_pandas()
+        return table[table["metric"] == "parameter_rms"]
+
+    whole, offloaded, without = tiny_llama(), tiny_llama(), tiny_llama()
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    assert weights(offloaded).equals(weights(whole))
+    without.model.layers[1].register_parameter("spare", torch.nn.Parameter(torch.empty(4, device="meta")))
+    with pytest.warns(UserWarning, match="step 0: weights are left out: model.layers.1.spare is on the meta device"):
+        assert weights(without).equals(weights(whole))
+
+
 def test_values_that_are_not_finite_leave_at_once_and_training_goes_on():
     model = tiny_llama()
     with normlab.observe(model, every=1) as observer:

@@ -97,16 +97,31 @@ def test_a_block_may_return_its_stream_in_any_container(name, plain):
     assert all_experiments(Toy(lambda: Block(wrap), unwrap=unwrap)) == plain
 
 
-class Apart(nn.Module):
-    """Returns what its branch adds and the residual, as fused add-norms want them."""
+class Apart(Block):
+    """Returns what its MLP adds and the residual, as fused add-norms want them."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(16), nn.Linear(16, 16)
+    in_place = False
 
     def forward(self, x, residual=None):
-        residual = x if residual is None else x + residual
-        return self.mlp(self.norm(residual)), residual
+        if residual is None:
+            residual = x
+        else:
+            residual = residual.add_(x) if self.in_place else x + residual
+        residual = residual + self.attn(self.norm1(residual))
+        return self.mlp(self.norm2(residual)), residual
+
+
+class ApartInPlace(Apart):
+    in_place = True
+
+
+class ApartWide(Apart):
+    """Keeps the residual in another precision than the branch."""
+
+    def forward(self, x, residual=None):
+        residual = x.double() if residual is None else x + residual
+        residual = residual + self.attn(self.norm1(residual.float()))
+        return self.mlp(self.norm2(residual.float())), residual
 
 
 class ApartModel(Toy):
@@ -114,11 +129,32 @@ class ApartModel(Toy):
         x, residual = self.embed(input_ids), None
         for block in self.layers:
             x, residual = block(x, residual)
-        return self.head(self.norm(x + residual))
+        return self.head(self.norm((x + residual).to(x.dtype)))
 
 
-def test_a_stream_in_two_parts_is_refused_in_one_line():
-    model = ApartModel(Apart)
+@pytest.mark.parametrize("block", [Apart, ApartInPlace, ApartWide])
+def test_where_the_residual_is_apart_experiments_are_of_the_sum(block, plain):
+    model = ApartModel(block)
+    assert all_experiments(model) == pytest.approx(plain, rel=1e-4, abs=2e-6)
+    found = normlab.massive_activations(model, IDS, least=0, ratio=3).table["value"].tolist()
+    plainly = normlab.massive_activations(Toy(), IDS, least=0, ratio=3).table["value"].tolist()
+    assert found == pytest.approx(plainly, rel=1e-5)
+
+
+class Two(Block):
+    """Two streams, each of which reads the other."""
+
+    def forward(self, x, y=None):
+        y = x if y is None else y
+        x = x + self.attn(self.norm1(2 * x + y))
+        return x, y + self.mlp(self.norm2(x))
+
+
+def test_a_stream_in_parts_that_cannot_be_told_is_refused_in_one_line():
+    model = ApartModel(Two)
+    with torch.no_grad(), normlab.record(model, ["rms"]) as rec:
+        model(**IDS)
+    assert {"block_out 1", "block_out 2"} <= rec.stats().manifest["absent"].keys()
     for experiment in (
         skip_sensitivity, skip_future_effect, normlab.logit_lens_kl, normlab.angular_distance, jacobian_identity,
         lambda m, b, **_: normlab.massive_activations(m, b[0]),
@@ -179,6 +215,7 @@ MODELS = {
     "t5 decoder": lambda: stacks(t5())["decoder.block"],
     "plain": Toy,
     "beside": lambda: FirstModel(First),
+    "apart": lambda: ApartModel(ApartInPlace),
     "in place": in_place,
     "steered": steered,
 }
@@ -395,7 +432,7 @@ def test_a_block_that_returns_something_else_the_second_time_has_no_jacobian():
         jacobian_identity(Toy(Cached), [IDS], **QUIET)
 
 
-def test_streams_as_a_dimension_of_their_own_are_refused():
+def test_several_streams_are_refused():
     class Streams(Toy):
         def forward(self, input_ids):
             x = self.embed(input_ids).expand(4, -1, -1, -1)
@@ -403,9 +440,23 @@ def test_streams_as_a_dimension_of_their_own_are_refused():
                 x = block(x)
             return self.head(self.norm(x.mean(0)))
 
+    class Wide(Toy):
+        """Blocks pass on three streams side by side, and are given one."""
+
+        class Block(Block):
+            def forward(self, x):
+                return super().forward(x[..., :16]).repeat(1, 1, 3)
+
+        def forward(self, input_ids):
+            x = self.embed(input_ids)
+            for block in self.layers:
+                x = block(x)
+            return self.head(self.norm(x.unflatten(-1, (3, 16)).sum(-2)))
+
     for experiment in (
         skip_future_effect, normlab.logit_lens_kl, normlab.angular_distance, jacobian_identity,
         lambda m, b, **_: normlab.massive_activations(m, b[0]),
     ):  # fmt: skip
-        with pytest.raises(NormlabError, match="several residual streams"):
-            experiment(Streams(), [IDS], **QUIET)
+        for model in (Streams(), Wide(Wide.Block)):
+            with pytest.raises(NormlabError, match="several residual streams"):
+                experiment(model, [IDS], **QUIET)

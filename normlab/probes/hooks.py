@@ -1,0 +1,102 @@
+"""Hooks of a recording: they change nothing, end no call, and run where compiled code would leave them out."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from normlab.probes.layout import Refusal
+
+_CALL: Any = nn.Module._call_impl
+
+
+class Hook:
+    """A hook of the model. It ends no call, acts only while its recording is open, and does nothing in copies."""
+
+    def __init__(self, recorder: Any = None, act: Callable | None = None):
+        self._recorder, self._act = recorder, act
+
+    def __call__(self, *call: Any) -> Any:
+        recorder, act = self._recorder, self._act
+        if recorder is None or act is None or not recorder.is_open:
+            return None
+        try:
+            return act(*call)
+        except Refusal as error:
+            if not recorder.forgives:
+                raise
+            recorder.lose(call[0], error)
+        except Exception as error:
+            recorder.lose(call[0], error)
+        return None
+
+    def __deepcopy__(self, memo: dict) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple:
+        return Hook, ()
+
+
+def is_running(modules: set[nn.Module]) -> bool:
+    """True if this thread is inside a call of one of these modules."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL.__code__ and frame.f_locals.get("self") in modules:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Uncompiled:
+    """Has compiled code run uncompiled, in this process, while any recording of a model that it may run is open.
+
+    Compiled code ignores hooks that are added later, or is compiled anew around them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._stance: AbstractContextManager = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._open == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._open += 1
+
+    def __exit__(self, *exception: Any) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self._stance.__exit__(None, None, None)
+
+
+_UNCOMPILED = _Uncompiled()
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which compiled code that may run the model runs uncompiled, so that hooks run."""
+    return _UNCOMPILED if _runs_compiled(model) else nullcontext()
+
+
+def _runs_compiled(model: nn.Module) -> bool:
+    """True if compiled code may run the model, which does not know from where it is called.
+
+    Attention that compiles itself would hold all scores if it ran uncompiled. There only marks on the modules count.
+    """
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) != "flex_attention":
+        return "torch._dynamo" in sys.modules
+    return any(
+        hasattr(m, "_orig_mod")
+        or getattr(m, "_compiled_call_impl", None) is not None
+        or hasattr(vars(m).get("forward"), "_torchdynamo_orig_callable")
+        for m in model.modules()
+    )
