@@ -28,11 +28,11 @@ def shipped(name: str) -> Path:
         NormlabError: a checkout that lacks it, a package without an address, or a release that cannot be reached.
     """
     folder = DATA / name
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return folder
     if DATA.is_dir():
         raise NormlabError(
-            f"nothing at data/{name} in this checkout; there is {', '.join(shipped_models()) or 'no model'}"
+            f"nothing at data/{name:.80} in this checkout; there is {', '.join(shipped_models()) or 'no model'}"
         )
     return _fetched(f"{release_url()}/{Path(name).name}.tar.gz")
 

@@ -368,11 +368,14 @@ def _found(root: str | Path) -> tuple[dict[Path, packed.Pack | None], list[str]]
         files = Remote(root).fetch_tables()
     else:
         root = Path(root)
-        files = [root / MANIFEST] if (root / MANIFEST).is_file() else list(_files_below(root))
+        there = os.path.exists(root)  # False for a name that no file can have
+        files = list(_files_below(root)) if there else []
+        if root / MANIFEST in files:
+            files = [root / MANIFEST]
         if not files and packed.holds(root):
             return {root: None}, []
-        if not root.exists():
-            raise NormlabError(f"{root} does not exist")
+        if not there:
+            raise NormlabError(f"{str(root):.200} does not exist")
     found: dict[Path, packed.Pack | None] = {}
     errors: list[str] = []
     for file in files:

@@ -189,7 +189,7 @@ def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path):
     with pytest.warns(UserWarning, match="left out: .*bad"):
         assert runs.read_configs(tmp_path) == {run.name: run.manifest["config"]}
     assert runs.read_configs([path]) == {run.name: run.manifest["config"]}
-    assert not load_runs(path).attrs
+    assert load_runs(path).attrs == {runs.SOURCE: [str(path)]}
 
 
 def test_a_place_without_runs_is_refused(tmp_path):

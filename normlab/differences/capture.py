@@ -346,9 +346,10 @@ def read_arrays(path: str | Path) -> dict[Site, Tensor]:
     for name, array in arrays.items():
         site, _, number = name.partition(".")
         if site not in WORDS or not re.fullmatch("[0-9]{0,6}", number):
-            raise NormlabError(f"{path} holds {name!r}: name arrays SITE.BLOCK, with SITE one of {', '.join(WORDS)}")
+            named = ', '.join(WORDS)
+            raise NormlabError(f"{path} holds {name!r:.80}: name arrays SITE.BLOCK, with SITE one of {named}")
         if not array.is_floating_point():
-            raise NormlabError(f"{path} holds {name} in {array.dtype}: write activations in a floating dtype")
+            raise NormlabError(f"{path} holds {name:.80} in {array.dtype}: write activations in a floating dtype")
         result[Site(site, int(number) if number else -1)] = array
     if not result:
         raise NormlabError(f"{path} holds no array")

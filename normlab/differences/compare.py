@@ -106,6 +106,8 @@ def diff(
     if not hasattr(batch, "items"):
         raise NormlabError("batch must be a dict of the models' arguments, such as {'input_ids': ...}")
     batch = {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
+    if not isinstance(b, nn.Module | str | Path):
+        raise NormlabError(f"{b!r:.80} is not compared: give a model, or a file of arrays")
     a = _original(a)
     for model in (a, b):
         if isinstance(model, nn.Module) and any(x.is_meta for x in model.parameters()):

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 
-from normlab.errors import NormlabError, require_packages
+from normlab.errors import NormlabError, in_one_line, require_packages
 from normlab.schemes import BASELINE, CORRECTIONS, KAPPA_POWERS, QK_NORMS, SCHEMES, get_scheme, is_bounded
 
 # Field of a released BHyT configuration -> ours.
@@ -59,7 +59,7 @@ def _with_our_errors(config_class: ConfigClass) -> ConfigClass:
         except StrictDataclassFieldValidationError as error:
             expected = config_class.__dataclass_fields__[name].type  # type: ignore[attr-defined]
             words = expected.__name__ if isinstance(expected, type) else str(expected)
-            raise NormlabError(f"{name} is {value!r}: give a value of type {words}") from error
+            raise NormlabError(f"{name} is {value!r:.80}: give a value of type {words}") from error
 
     config_class.__setattr__ = assign_or_explain  # type: ignore[method-assign, assignment]
     return config_class
@@ -145,24 +145,32 @@ class NormlabConfig(LlamaConfig):
             self.carried = scheme.carried[0]
         _require(
             not scheme.carried or self.carried in scheme.carried,
-            f"carried is {self.carried!r}: scheme {self.scheme} takes {', '.join(scheme.carried)}",
+            f"carried is {self.carried!r:.80}: scheme {self.scheme} takes {', '.join(scheme.carried)}",
         )
         self._check_blocks()
         if self.qk_norm is None:
             self.qk_norm = scheme.branches.qk_norm
         for name, choices in (("kappa_schedule", KAPPA_POWERS), ("correction", CORRECTIONS), ("qk_norm", QK_NORMS)):
             value = getattr(self, name)
-            _require(value in choices, f"{name} is {value!r}: choose one of {', '.join(choices)}")
+            _require(value in choices, f"{name} is {value!r:.80}: choose one of {', '.join(choices)}")
         if self.train_seq_len is None:
             self.train_seq_len = self.max_position_embeddings
         kwargs.pop("auto_map", None)  # an exported folder's; a folder saved from here has no code in it
-        super().__post_init__(**kwargs)
+        try:
+            super().__post_init__(**kwargs)
+        except (AttributeError, TypeError, ValueError) as error:  # of fields that transformers does not check
+            raise NormlabError(f"transformers does not take this configuration: {in_one_line(error):.200}") from error
 
     def _check_shape(self) -> None:
         """Check what Llama would only find when it is built, or run."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
-        for name in ("num_hidden_layers", "hidden_size"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}: give at least 1")
+        for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"):
+            size = getattr(self, name)
+            _require(1 <= size < 2**31, f"{name} is {size:.6g}: give at least 1 and less than 2^31")
+        _require(
+            self.pad_token_id is None or abs(self.pad_token_id) < self.vocab_size,
+            f"pad_token_id is {self.pad_token_id}: give one of the {self.vocab_size} tokens",
+        )
         _require(
             heads >= 1 and self.hidden_size % heads == 0,
             f"{heads} attention heads do not divide hidden_size {self.hidden_size}: change one of the two",
@@ -176,9 +184,12 @@ class NormlabConfig(LlamaConfig):
             head_dim % 2 == 0,
             f"heads of width {head_dim} cannot be rotated: choose hidden_size and num_attention_heads for an even one",
         )
-        _require(self.hidden_act in ACT2FN, f"hidden_act is {self.hidden_act!r}: choose one of {', '.join(ACT2FN)}")
-        dropout = self.attention_dropout or 0
-        _require(0 <= dropout < 1, f"attention_dropout is {dropout}: give a share of at least 0 and below 1")
+        _require(self.hidden_act in ACT2FN, f"hidden_act is {self.hidden_act!r:.80}: choose one of {', '.join(ACT2FN)}")
+        self.attention_dropout = self.attention_dropout or 0.0
+        _require(
+            0 <= self.attention_dropout < 1,
+            f"attention_dropout is {self.attention_dropout}: give a share of at least 0 and below 1",
+        )
 
     def _check_numbers(self) -> None:
         for name in ("lam_input", "lam_post", "kappa", "gamma0"):

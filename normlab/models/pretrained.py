@@ -6,6 +6,7 @@ blocks of its corpus. No learning rate was chosen on these. `python -m normlab.t
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def find_model(scheme: str, **options: Any) -> Path | None:
 def model_folder(name: str | Path) -> Path:
     """The folder itself, or the folder of a model that comes with normlab."""
     path = Path(name)
-    return path if path.is_dir() else shipped(f"models/{name}")
+    return path if os.path.isdir(path) else shipped(f"models/{name}")
 
 
 def export_model(name: str | Path, out: str | Path) -> Path:
