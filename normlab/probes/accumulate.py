@@ -385,6 +385,9 @@ class Measurer:
         """Measure what a router read and returned."""
         if "router" not in self.kinds or x.shape[-1] != routing.scores.shape[1]:
             return
+        if routing.scores.is_meta:  # its product would be whatever lies in memory
+            trace.call.absent[f"router_entropy {trace.layer}"] = "the router's weights are offloaded when it has run"
+            return
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             scores = statistics.router_scores(routing, x.detach())
             entropy = statistics.router_entropy(scores)

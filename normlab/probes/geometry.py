@@ -58,7 +58,7 @@ def angular_distance(
 
         def keep(layer: int, h: Tensor) -> None:
             if not kept:
-                counted = runner.counted(batch, tuple(h.shape[:-1]), "no_first" if tokens == "no_first" else "all")
+                counted = runner.counted(batch, h, "no_first" if tokens == "no_first" else "all")
                 if tokens == "last":
                     order = counted.long().cumsum(1)
                     counted = counted & (order == order[:, -1:])
@@ -137,7 +137,7 @@ def jacobian_identity(
 
         def probe(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             x, name = hidden_state(args, kwargs)
-            counted = runner.counted(batch, tuple(x.shape[:-1]))
+            counted = runner.counted(batch, x)
             sizes[layer] = int(counted.sum()) * x.shape[-1]
             gaps[layer] = []
             with torch.enable_grad():
@@ -188,7 +188,7 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
         final = kept.keep(partial(runner.logits, batch))
         states = kept.states
         require_rows(states[0])
-        counted = runner.counted(batch, tuple(states[0].shape[:-1]))
+        counted = runner.counted(batch, states[0])
         if final.shape[:-1] != counted.shape:
             raise NormlabError(
                 f"the model returned logits {tuple(final.shape)} for {tuple(counted.shape)} tokens: this needs one "

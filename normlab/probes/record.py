@@ -347,6 +347,11 @@ class Recorder:
         return None if self._latest is None else self._latest.mask_name
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the latest call: the caller's, and those that inner modules know under other names."""
+        return {} if self._latest is None else self._latest.inputs.arguments
+
+    @property
     def _call(self) -> Call | None:
         return None if self._is_left_out else getattr(self._local, "call", None)
 
