@@ -16,6 +16,7 @@ hooks and formulas of its own. Each form is a row of `FORMS`, each function a ro
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 
 from benchmarks.architecture_audit import equal, run, tensors
 from benchmarks.architecture_zoo import config_class_of, prepare
-from benchmarks.forms_oracle import JUDGED, LARGE, PROBES, IGNORED, Oracle, Right, Unchecked
+from benchmarks.forms_oracle import IGNORED, JUDGED, LARGE, PROBES, Oracle, Right, Unchecked
 from benchmarks.timing import written
 from normlab.errors import NormlabError
 from normlab.probes import (
@@ -239,7 +240,7 @@ class Subject:
         self.model = form.dress(twin)
         self.batch = renamed(self.model, batch)
         # For experiments: labels keep their name, by which the loss is computed.
-        self.inputs = [{n: v for n, v in self._own(b).items()} for b in (oracle.batch, second.batch)]
+        self.inputs = [self._own(b) for b in (oracle.batch, second.batch)]
         if form.is_used:
             with torch.no_grad():
                 self.model(**self.batch)
@@ -362,10 +363,8 @@ def _massive(subject: Subject) -> dict[tuple, float]:
 
 def _sinks(subject: Subject) -> dict[tuple, float]:
     threshold = 0.1
-    try:
+    with contextlib.suppress(Unchecked):
         threshold = subject.oracle.threshold
-    except Unchecked:
-        pass
     table = attention_sinks(subject.where, subject.inputs[0], threshold=threshold, queries=JUDGED).table
     places = ((r, (r.layer, r.row, r.position)) for r in table.itertuples())
     return {(*place, name): getattr(r, name) for r, place in places for name in ("heads", "weight")}
@@ -457,7 +456,8 @@ def audited(task: str, name: str, forms: tuple[Form, ...] = FORMS) -> Iterator[d
         row: dict[str, Any] = {"class": name, "task": task, "form": form.name, "transformers": transformers.__version__}
         batch = padded(first, form.padding)
         if form.padding not in oracles:
-            oracles[form.padding] = tuple(Oracle(model, blocks, b, _counted(b)) for b in (batch, other(batch)))  # type: ignore
+            first_oracle, *others = (Oracle(model, blocks, b, _counted(b)) for b in (batch, other(batch)))
+            oracles[form.padding] = (first_oracle, others[0])
         oracle, second = oracles[form.padding]
         torch._dynamo.reset()
         try:
@@ -493,7 +493,7 @@ def rows_of(only: set[str]) -> Iterator[dict[str, Any]]:
             continue
         for row in audited(task, name):
             faults = [f"{f.name}: {row[f.name]}" for f in FUNCTIONS if re.match("WRONG|failed", row[f.name])]
-            print(f"{time.process_time():.0f}", name, "|", row["form"], "|", row.get("error"), *faults, sep="  ", flush=True)
+            print(f"{time.process_time():.0f} s", name, row["form"], row.get("error"), *faults, sep=" | ", flush=True)
             yield row
 
 

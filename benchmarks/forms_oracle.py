@@ -500,7 +500,8 @@ class Oracle:
 
     def delta(self, first: int, span: int) -> float:
         """What the loss gains without a span of blocks."""
-        return float(self._loss(self._without("block", first, span), self.labels) - self._loss(self.logits, self.labels))
+        logits = self._without("block", first, span)
+        return float(self._loss(logits, self.labels) - self._loss(self.logits, self.labels))
 
     def angles(self) -> Right:
         right: Right = {}

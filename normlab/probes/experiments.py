@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -124,13 +124,18 @@ class Runner:
         """Find out which of a batch's tensors are the tokens and their mask, by the names that inner modules have."""
         with torch.no_grad(), record(self.sites, ["rms"], masks=["all"]) as recorder:
             self.run(batch)
-        self._mask_name = recorder.mask_name
-        for known, x in recorder.arguments.items():
+        call = recorder.latest
+        if call is None:
+            return
+        with suppress(NormlabError):  # what cannot be recorded is said where it is needed
+            recorder.stats()  # which counts the tokens
+        self._mask_name = call.mask_name
+        for known, x in call.inputs.arguments.items():
             own = next((name for name, value in batch.items() if value is x and isinstance(x, Tensor)), known)
             if known not in batch and own != known:
                 self._own_names[known] = own
-        for place, why in recorder.absent.items():
-            if place.startswith("padding by "):
+        for place, why in call.absent.items():
+            if place.startswith("padding by ") and self.sites.mask is None:
                 raise NormlabError(f"{why.removeprefix('all tokens count, as ')}, to sites(model, ...)")
 
     def _known(self, batch: Batch) -> Batch:

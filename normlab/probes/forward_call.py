@@ -602,7 +602,9 @@ class Call:
         """Name what looks like a mask of these rows, and is not known for one."""
         if self._masks or self.attention_mask is not None or not self.inputs.is_text:
             return
-        given = {n: x for n, x in self.inputs.arguments.items() if n not in _NO_MASKS and isinstance(x, Tensor)}
+        tensors = {n: x for n, x in self.inputs.arguments.items() if isinstance(x, Tensor)}
+        known = [x for n, x in tensors.items() if n in _NO_MASKS]
+        given = {n: x for n, x in tensors.items() if not any(x is one for one in known)}
         for name, x in (given | self.inputs.made).items():
             if x.shape not in (rows, rows[::-1]) or x.is_complex():
                 continue

@@ -347,9 +347,9 @@ class Recorder:
         return None if self._latest is None else self._latest.mask_name
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of the latest call: the caller's, and those that inner modules know under other names."""
-        return {} if self._latest is None else self._latest.inputs.arguments
+    def latest(self) -> Call | None:
+        """The latest call of the model: its arguments by the names that inner modules know, its mask."""
+        return self._latest
 
     @property
     def _call(self) -> Call | None:
