@@ -418,7 +418,7 @@ def skip_sensitivity(
 
     Raises:
         NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits, no label that counts, or the
-            residual stream is in two parts.
+            residual stream is in two parts. A mask under a name that is not known: give it to `sites`.
     """
     import pandas
 
@@ -471,7 +471,7 @@ def skip_future_effect(
         One row per pair: `skipped layer value standard_error low high`. Arguments as for `skip_sensitivity`.
 
     Raises:
-        NormlabError: no batch, one block only, several residual streams.
+        NormlabError: one block only, or as for `angular_distance`.
     """
     runner = Runner(model, batches, progress, "skip future effect")
     depth = runner.sites.depth

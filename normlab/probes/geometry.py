@@ -43,7 +43,8 @@ def angular_distance(
         table of errors and `.attrs["half_width_95"]` that of 95% interval half-widths, rows taken as independent.
 
     Raises:
-        NormlabError: unknown `tokens`, no batch, several residual streams.
+        NormlabError: unknown `tokens`, no batch, a mask that is not known, a stream that is (length, batch, width), or
+            several streams.
     """
     import pandas
 
@@ -121,7 +122,7 @@ def jacobian_identity(
         arguments as for `skip_sensitivity`.
 
     Raises:
-        NormlabError: probes < 1, no batch, several residual streams, or called under inference_mode.
+        NormlabError: probes < 1, called under inference_mode, or as for `angular_distance`.
     """
     if probes < 1:
         raise NormlabError(f"probes is {probes}: one random vector or more is needed")

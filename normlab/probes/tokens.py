@@ -51,7 +51,7 @@ def massive_activations(
         Columns `layer row position feature value ratio first_layer last_layer`. Layer 0 is what enters the first block.
 
     Raises:
-        NormlabError: several residual streams.
+        NormlabError: as for `angular_distance`.
     """
     runner = Runner(model, [batch], False, "massive activations")
     (batch,) = runner
