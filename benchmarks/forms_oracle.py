@@ -230,7 +230,7 @@ class Oracle:
         read: dict[nn.Module, Tensor] = {}
 
         def keep(norm: nn.Module, args: tuple, kwargs: dict) -> None:
-            read.setdefault(norm, first_float([*args, *kwargs.values()]).detach())
+            read[norm] = first_float([*args, *kwargs.values()]).detach()  # of a shared one, its last run
 
         pairs = [(n, lambda *_: None, lambda a, k, n=n: keep(n, a, k)) for n in norms]
         with hooks(*pairs), torch.no_grad():
@@ -262,6 +262,7 @@ class Oracle:
 
     def branches(self, modules: dict[tuple[str, int], nn.Module]) -> Right:
         """Where the block is its input plus what these modules return: their size and direction against the stream."""
+        self._require_single_runs()
         found: dict[nn.Module, Tensor] = {}
         read: list[list[tuple[nn.Module, Tensor, Tensor]]] = [[] for _ in self.blocks]
 
@@ -309,6 +310,10 @@ class Oracle:
                 norms = (y for m, x, y in read if "norm" in type(m).__name__.lower() and self._is(x, stream))
                 stream = next(norms, stream)
         return stream, added
+
+    def _require_single_runs(self) -> None:
+        if len(self._pass[0]) != len(self.blocks):
+            raise Unchecked("a block runs more than once")
 
     def _is(self, y: Tensor, stream: Tensor) -> bool:
         return y.shape == stream.shape and bool((y.double() - stream).norm() <= 1e-6 * stream.norm())
@@ -481,8 +486,7 @@ class Oracle:
         return [m for name, m in names.items() if MLP_END.fullmatch(name)][-1:]
 
     def skip(self, part: str, span: int = 1) -> Right:
-        if len(self._pass[0]) != len(self.blocks):
-            raise Unchecked("a block runs more than once")
+        self._require_single_runs()
         base, counted = float(self._loss(self.logits, self.labels)), self.labels != IGNORED
         right: Right = {}
         for first in range(1, len(self.blocks) - span + 2):

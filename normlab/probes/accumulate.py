@@ -404,7 +404,7 @@ class Measurer:
         tokens = tuple(trace.entered.shape[:-1])
         if "load" not in self.kinds or trace.has_experts:
             return
-        chosen = statistics.taken_experts(values, math.prod(tokens))
+        chosen = statistics.taken_experts(values, math.prod(tokens), routing.experts)
         if chosen is None:
             return
         trace.has_experts = True

@@ -20,6 +20,7 @@ from normlab.probes.sites import Sites
 if TYPE_CHECKING:
     import pandas
 
+FILLS_A_CACHE = "when it runs again on the same input, as one that fills a cache: call the model without one"
 CHUNK = 1 << 20  # numbers in float64 at a time
 PARALLEL = 1e-6  # of a cosine's distance from 1: there an angle, of 1.4e-3, keeps 10 of float64's 16 digits
 
@@ -144,7 +145,7 @@ def jacobian_identity(
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
                 args, kwargs = with_argument(args, kwargs, name, leaf.clone())
-                _, out = stream_through(args, kwargs, module(*args, **kwargs))
+                _, out = stream_through(args, kwargs, _again(module, args, kwargs))
                 _require_same(output_tensor(output), out.detach())
                 for _ in range(probes):
                     v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]
@@ -161,13 +162,18 @@ def jacobian_identity(
     return table_of([{"layer": layer} for layer in layers], mean, squared_error / (2 * mean))
 
 
+def _again(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a block returns that has just run on the same input."""
+    try:
+        return block(*args, **kwargs)
+    except Exception as error:
+        raise NormlabError(f"a block fails {FILLS_A_CACHE}") from error
+
+
 def _require_same(first: Tensor, again: Tensor) -> None:
     """Refuse a block that returns something else when it runs again on the same input."""
     if (again - first).norm() > torch.finfo(first.dtype).eps ** 0.5 * first.norm():
-        raise NormlabError(
-            "a block returns something else when it runs again on the same input, as one that fills a cache: call the "
-            "model without one"
-        )
+        raise NormlabError(f"a block returns something else {FILLS_A_CACHE}")
 
 
 @torch.no_grad()
