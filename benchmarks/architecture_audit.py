@@ -13,6 +13,8 @@ What moves a tensor shows where its tokens are. Its shape, a mask or a module's 
     rows        the positions that change when one row of the input changes
     text        the stack whose input changes with `input_ids` (or `decoder_input_ids`) reads that text, and its mask
     summed loss the factor in the gradient (p - onehot) / N at the logits
+
+`forms_audit` goes over the other functions and over the forms of a model, with fewer classes.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import data_numbers  # noqa: E402
 import equal_rates  # noqa: E402
 import findings  # noqa: E402
+import forms  # noqa: E402
 import kernel_times  # noqa: E402
 import papers  # noqa: E402
 import questions  # noqa: E402
@@ -30,7 +31,7 @@ import tables  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
-    "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "docs/extend/kernel.md",
+    "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "docs/forms.md", "docs/extend/kernel.md",
     "kernels/README.md", "data/README.md", "README.md",
 )  # fmt: skip
 MARKED = re.compile(r"<!-- (\w+) -->(.*?)<!-- / -->", re.DOTALL)
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 def pages() -> dict[str, str]:
     """The pages with the numbers of the shipped tables, and the league as a table."""
-    parts = (findings, equal_rates, questions, standings, papers, kernel_times, data_numbers)
+    parts = (findings, equal_rates, questions, standings, papers, kernel_times, data_numbers, forms)
     texts = {name: text for part in parts for name, text in part.texts().items()}
     texts["site_names"] = tables.site_names()
     written = {"data/league.csv": standings.csv()}

@@ -58,7 +58,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a long wrong value": (lambda _: normlab.NormlabConfig(hidden_act="x" * 5000), r"hidden_act is 'x{79}: choose"),
     "runs of a name with a zero": (lambda _: normlab.load_runs("\0"), "does not exist"),
     "runs of a name too long": (lambda _: normlab.load_runs("x" * 5000), "x{200} does not exist"),
-    "a model compared with a number": (lambda _: normlab.diff(tiny_llama(), 3, {"input_ids": IDS}), "3 is not compared"),
+    "a model compared with a number": (lambda _: normlab.diff(tiny_llama(), 3, {"input_ids": IDS}), "3 is not"),
     "span of nothing": (lambda _: normlab.skip_sensitivity(tiny_llama(), [{"input_ids": IDS}], span=0), "span is 0"),
     "no batches": (lambda _: normlab.skip_sensitivity(tiny_llama(), None), "batches is None"),
     "a batch without names": (lambda _: normlab.diff(tiny_llama(), tiny_llama(), IDS), "batch must be a dict"),

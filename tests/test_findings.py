@@ -25,6 +25,7 @@ MODULES = (
     "papers",
     "pictures",
     "data_numbers",
+    "forms",
     "generate",
 )
 

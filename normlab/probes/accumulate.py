@@ -389,6 +389,9 @@ class Measurer:
         """Measure what a router read and returned."""
         if "router" not in self.kinds or x.shape[-1] != routing.scores.shape[1]:
             return
+        if routing.scores.is_meta:  # its product would be whatever lies in memory
+            trace.call.absent[f"router_entropy {trace.layer}"] = "the router's weights are offloaded when it has run"
+            return
         with torch.no_grad(), without_autocast(x.device):
             scores = statistics.router_scores(routing, x.detach())
             entropy = statistics.router_entropy(scores)
@@ -405,7 +408,7 @@ class Measurer:
         tokens = tuple(trace.entered.shape[:-1])
         if "load" not in self.kinds or trace.has_experts:
             return
-        chosen = statistics.taken_experts(values, math.prod(tokens))
+        chosen = statistics.taken_experts(values, math.prod(tokens), routing.experts)
         if chosen is None:
             return
         trace.has_experts = True

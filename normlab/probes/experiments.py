@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from normlab.errors import NormlabError
 from normlab.probes.forward_call import IGNORED_LABEL, given_mask, labels_averaged, loss_and_logits
 from normlab.probes.kept_pass import KeptPass
-from normlab.probes.layout import token_masks
+from normlab.probes.layout import are_turned, is_turned, token_masks
 from normlab.probes.passes import (
     Hook,
     Stream,
@@ -98,11 +98,14 @@ class Runner:
         self.stream = Stream(self.sites)
         self._batches, self._progress, self._title = batches, progress, title
         self.device = device_of(self.model)
-        accepted = _arguments(self.sites)
+        accepted = self._accepted = _arguments(self.sites)
+        self._coder = next((m for m in self.sites.ancestors if _is_encoder_decoder(m)), None)
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
         self._shifted: bool | None = None  # None until it has been found out
         self._mask_name: str | None = "attention_mask"
+        self._turned: bool | None = None  # the stream is (length, batch, width); None until it has been seen
+        self._own_names: dict[str, str] = {}  # the batch's, of what inner modules are handed under known ones
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches on the model's device. Raises `NormlabError` without one."""
@@ -111,18 +114,34 @@ class Runner:
             if not hasattr(batch, "items"):
                 raise NormlabError("a batch must be a dict of the model's arguments, such as {'input_ids': ...}")
             moved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            if seen == 0 and (moved.keys() - _OF_TEXT or self._has_encoder):
-                with torch.no_grad(), record(self.sites, ["rms"], masks=["all"]) as recorder:
-                    self.run(moved)
-                self._mask_name = recorder.mask_name
+            if seen == 0 and (moved.keys() - _OF_TEXT or self._coder is not None):
+                self._find_names(moved)
             seen += 1
             yield moved
         if seen == 0:
             raise NormlabError("there is no batch to run: give at least one dict of the model's arguments")
 
-    @property
-    def _has_encoder(self) -> bool:
-        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+    def _find_names(self, batch: Batch) -> None:
+        """Find out which of a batch's tensors are the tokens and their mask, by the names that inner modules have."""
+        with torch.no_grad(), record(self.sites, ["rms"], masks=["all"]) as recorder:
+            self.run(batch)
+        call = recorder.latest
+        if call is None:
+            return
+        with suppress(NormlabError):  # what cannot be recorded is said where it is needed
+            recorder.stats()  # which counts the tokens
+        self._mask_name = call.mask_name
+        for known, x in call.inputs.arguments.items():
+            own = next((name for name, value in batch.items() if value is x and isinstance(x, Tensor)), known)
+            if known not in batch and own != known:
+                self._own_names[known] = own
+        for place, why in call.absent.items():
+            if place.startswith("padding by ") and self.sites.mask is None:
+                raise NormlabError(f"{why.removeprefix('all tokens count, as ')}, to sites(model, ...)")
+
+    def _known(self, batch: Batch) -> Batch:
+        """A batch under the names that are known, where inner modules have told them."""
+        return batch | {known: batch[own] for known, own in self._own_names.items() if own in batch}
 
     def run(self, batch: Batch, *, needs_logits: bool = True) -> Any:
         """The model's output. Labels are withheld: the loss is computed here, per token, alike for every model.
@@ -130,9 +149,10 @@ class Runner:
         needs_logits: False where the head need not be computed.
         """
         inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in ("labels", "shift_labels")}
-        if "labels" in batch and self._has_encoder and "decoder_input_ids" not in batch:
-            model: Any = self.model  # which would make them of the labels
-            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        coder: Any = self._coder  # which would make the decoder's tokens of the labels
+        makes = hasattr(coder, "prepare_decoder_input_ids_from_labels") and "decoder_input_ids" in self._accepted
+        if makes and "labels" in batch and "decoder_input_ids" not in batch:
+            inputs["decoder_input_ids"] = coder.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
         with nullcontext() if needs_logits else without_head(self.sites):
             return called(self.model, inputs | self._options)
 
@@ -158,6 +178,7 @@ class Runner:
         labels = batch.get("labels")
         if labels is not None:
             return _successors(labels) if self._labels_are_shifted(batch) and labels.ndim == 2 else labels
+        batch = self._known(batch)
         prefix = "decoder_" if "decoder_input_ids" in batch else ""
         labels, mask = batch.get(f"{prefix}input_ids", batch.get("input")), batch.get(f"{prefix}attention_mask")
         if labels is None:
@@ -176,16 +197,15 @@ class Runner:
         if labels.ndim == 2 and not bool((labels[:, 1:] != IGNORED_LABEL).any()):
             return True  # it has nothing to tell by
         if self._shifted is None:
-            inputs = {self._renamed.get(k, k): v for k, v in batch.items()}
             try:
-                loss, logits = loss_and_logits(called(self.model, inputs | self._options))
+                loss, logits = loss_and_logits(self._with_labels(batch))
             except TypeError:  # it takes no labels
                 loss = logits = None
             shifted = True
             if loss is not None and logits is not None:
                 if not bool(loss.isfinite()):
                     return True
-                averaged = labels_averaged(loss, logits, labels, batch.get("attention_mask"))
+                averaged = labels_averaged(loss, logits, labels, self._known(batch).get("attention_mask"))
                 if averaged is None:
                     raise NormlabError(
                         "the returned loss and logits do not tell whether labels are shifted: leave out `labels` to "
@@ -195,10 +215,48 @@ class Runner:
             self._shifted = shifted
         return self._shifted
 
-    def counted(self, batch: Batch, tokens: tuple[int, ...], mask: str = "all") -> Tensor:
-        """(batch, length) bool: the tokens that count, by the mask of this stack."""
-        given = given_mask(self.sites.mask or self._mask_name, batch)
+    def _with_labels(self, batch: Batch) -> Any:
+        """What the model returns with labels, or the module in it that takes them where it does not."""
+        takes = (m for m in self.sites.ancestors if "labels" in inspect.signature(m.forward).parameters)
+        module = next(takes, None)
+        if module is None or "labels" in self._accepted:
+            return called(self.model, {self._renamed.get(k, k): v for k, v in batch.items()} | self._options)
+        given: list[tuple[tuple, dict[str, Any]]] = []
+        with hooked(before=[(module, lambda _, *call: given.append(call))]):
+            self.run(batch, needs_logits=False)
+        args, kwargs = given[0]
+        return called(module, kwargs | {"labels": batch["labels"]}, *args)
+
+    def counted(self, batch: Batch, x: Tensor, mask: str = "all") -> Tensor:
+        """(batch, length) bool: the tokens of a stream x that count, by the mask of this stack.
+
+        Raises:
+            NormlabError: the stream is (length, batch, width).
+        """
+        if self._turned is None:
+            self._turned = self._holds_length_first(batch, x)
+        if self._turned:
+            raise NormlabError(
+                "the blocks hold (length, batch, width): this compares tokens by row, and needs (batch, length, width)"
+            )
+        tokens = tuple(x.shape[:-1])
+        given = given_mask(self.sites.mask or self._mask_name, self._known(batch))
         return token_masks(given, tokens, self.device, [mask], cached=False)[0].reshape(tokens)
+
+
+    def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:
+        by_attention = are_turned(self.sites.blocks[0].module)
+        if by_attention is not None:
+            return by_attention
+        given = (self._known(batch).get(name) for name in ("input_ids", "decoder_input_ids", "input"))
+        texts = [ids for ids in given if isinstance(ids, Tensor) and ids.shape[:2] in (x.shape[:2], x.shape[1::-1])]
+        if not texts or any(ids.shape[:2] == x.shape[:2] != x.shape[1::-1] for ids in texts):
+            return False
+        return x.shape[0] != x.shape[1] or bool(is_turned(texts[0], x))
+
+
+def _is_encoder_decoder(module: nn.Module) -> bool:
+    return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
 
 
 def _arguments(where: Sites) -> set[str]:
@@ -361,7 +419,7 @@ def skip_sensitivity(
 
     Raises:
         NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits, no label that counts, or the
-            residual stream is in parts that cannot be told.
+            residual stream is in parts that cannot be told. A mask under a name that is not known: give it to `sites`.
     """
     import pandas
 
@@ -414,7 +472,7 @@ def skip_future_effect(
         One row per pair: `skipped layer value standard_error low high`. Arguments as for `skip_sensitivity`.
 
     Raises:
-        NormlabError: no batch, one block only, several residual streams.
+        NormlabError: one block only, or as for `angular_distance`.
     """
     runner = Runner(model, batches, progress, "skip future effect")
     depth = runner.sites.depth
@@ -440,7 +498,7 @@ def skip_future_effect(
 
         run = partial(runner.run, batch, needs_logits=False)
         kept.keep(run, see=note)
-        counted = runner.counted(batch, tuple(updates[1].shape[:-1]))
+        counted = runner.counted(batch, kept.states[0])
         for skipped in range(1, depth):
             skip = (runner.sites.blocks[skipped - 1].module, runner.stream.pass_on)
             with kept.changed(skipped, [skip]), on_blocks(runner.stream, compare, range(skipped + 1, depth + 1)):

@@ -43,7 +43,7 @@ _MASKS = ("attention_mask", "src_key_padding_mask", "tgt_key_padding_mask")
 _DECODER_MASKS = ("decoder_attention_mask", "tgt_key_padding_mask")
 _MASKS_PADDING = ("src_key_padding_mask", "tgt_key_padding_mask")
 # What an inner module may be handed under a known name, if the caller gave it under another one.
-_KNOWN = (*_TEXT, *_MASKS, "position_ids", "labels", "shift_labels")
+_KNOWN = (*_TEXT, *_MASKS, "decoder_attention_mask", "position_ids", "labels", "shift_labels")
 _NO_MASKS = {
     *_TOKENS, *_DECODER_TOKENS, "input", "position_ids", "token_type_ids", "mm_token_type_ids", "labels",
     "shift_labels", "langs", "head_mask", "global_attention_mask", "special_tokens_mask", "src_mask", "tgt_mask",
@@ -270,6 +270,7 @@ class CallInputs:
                 self.is_handed_states = made or bool(self.is_handed_states)
             elif not self.has_decoder:
                 self._take_known(module, arguments)
+                self.has_decoder = holds_decoder  # of a wrapper that takes any arguments, or names of its own
             return
         self.arguments = {name: arguments[name] for name in arguments if name in present} | self.arguments
         self._count_past()
@@ -595,7 +596,9 @@ class Call:
         """Name what looks like a mask of these rows, and is not known for one."""
         if self._masks or self.attention_mask is not None or not self.inputs.is_text:
             return
-        given = {n: x for n, x in self.inputs.arguments.items() if n not in _NO_MASKS and isinstance(x, Tensor)}
+        tensors = {n: x for n, x in self.inputs.arguments.items() if isinstance(x, Tensor)}
+        known = [x for n, x in tensors.items() if n in _NO_MASKS]
+        given = {n: x for n, x in tensors.items() if not any(x is one for one in known)}
         for name, x in (given | self.inputs.made).items():
             if x.shape not in (rows, rows[::-1]) or x.is_complex():
                 continue

@@ -21,6 +21,7 @@ from normlab.probes.sites import Sites
 if TYPE_CHECKING:
     import pandas
 
+FILLS_A_CACHE = "when it runs again on the same input, as one that fills a cache: call the model without one"
 CHUNK = 1 << 20  # numbers in float64 at a time
 PARALLEL = 1e-6  # of a cosine's distance from 1: there an angle, of 1.4e-3, keeps 10 of float64's 16 digits
 
@@ -44,7 +45,8 @@ def angular_distance(
         table of errors and `.attrs["half_width_95"]` that of 95% interval half-widths, rows taken as independent.
 
     Raises:
-        NormlabError: unknown `tokens`, no batch, several residual streams.
+        NormlabError: unknown `tokens`, no batch, a mask that is not known, a stream that is (length, batch, width), or
+            several streams.
     """
     import pandas
 
@@ -59,7 +61,7 @@ def angular_distance(
 
         def keep(layer: int, h: Tensor) -> None:
             if not kept:
-                counted = runner.counted(batch, tuple(h.shape[:-1]), "no_first" if tokens == "no_first" else "all")
+                counted = runner.counted(batch, h, "no_first" if tokens == "no_first" else "all")
                 if tokens == "last":
                     order = counted.long().cumsum(1)
                     counted = counted & (order == order[:, -1:])
@@ -122,7 +124,7 @@ def jacobian_identity(
         arguments as for `skip_sensitivity`.
 
     Raises:
-        NormlabError: probes < 1, no batch, several residual streams, or called under inference_mode.
+        NormlabError: probes < 1, called under inference_mode, or as for `angular_distance`.
     """
     if probes < 1:
         raise NormlabError(f"probes is {probes}: one random vector or more is needed")
@@ -138,13 +140,13 @@ def jacobian_identity(
 
         def probe(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             x, after = stream.through(args, kwargs, output)
-            counted = runner.counted(batch, tuple(x.shape[:-1]))
+            counted = runner.counted(batch, x)
             sizes[layer] = int(counted.sum()) * x.shape[-1]
             gaps[layer] = []
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
                 args, kwargs = stream.handed(args, kwargs, leaf.clone())
-                out = stream.after(args, kwargs, module(*args, **kwargs))
+                out = stream.after(args, kwargs, _again(module, args, kwargs))
                 _require_same(after, out.detach())
                 for _ in range(probes):
                     v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]
@@ -160,13 +162,18 @@ def jacobian_identity(
     return table_of([{"layer": layer} for layer in layers], mean, squared_error / (2 * mean))
 
 
+def _again(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a block returns that has just run on the same input."""
+    try:
+        return block(*args, **kwargs)
+    except Exception as error:
+        raise NormlabError(f"a block fails {FILLS_A_CACHE}") from error
+
+
 def _require_same(first: Tensor, again: Tensor) -> None:
     """Refuse a block that returns something else when it runs again on the same input."""
     if (again - first).norm() > torch.finfo(first.dtype).eps ** 0.5 * first.norm():
-        raise NormlabError(
-            "a block returns something else when it runs again on the same input, as one that fills a cache: call the "
-            "model without one"
-        )
+        raise NormlabError(f"a block returns something else {FILLS_A_CACHE}")
 
 
 @torch.no_grad()
@@ -193,7 +200,7 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
         if not hasattr(runner.sites.blocks[0].module, "enter"):  # else what follows the last block takes any state
             for before, after in pairwise(states):
                 require_one_stream(before, after)
-        counted = runner.counted(batch, tuple(states[0].shape[:-1]))
+        counted = runner.counted(batch, states[0])
         if final.shape[:-1] != counted.shape:
             raise NormlabError(
                 f"the model returned logits {tuple(final.shape)} for {tuple(counted.shape)} tokens: this needs one "

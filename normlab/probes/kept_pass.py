@@ -209,13 +209,15 @@ class _SideReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = [*_tensors_in(args), *_tensors_in(kwargs)]
+        result = func(*args, **(kwargs or {}))
+        in_place = getattr(func, "__name__", "").endswith("_")
+        if not in_place and any(result is x for x in given):
+            return result  # neither read nor new, as what is moved to where it is
         for x in given:
             of_x, maker = self._made.get(id(x), (None, self.running))
             if maker != self.running and of_x is not None and of_x() is x:
                 self.read_by.setdefault(maker, set()).add(self.running)
-        result = func(*args, **(kwargs or {}))
         if self.running:
-            in_place = getattr(func, "__name__", "").endswith("_")  # else what comes back as it went in is not new
             for x in _tensors_in(result):
                 if in_place or not any(x is one for one in given):
                     self._made[id(x)] = (weakref.ref(x), self.running)

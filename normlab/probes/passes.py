@@ -42,10 +42,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def called(model: nn.Module, inputs: dict[str, Any]) -> Any:
+def called(model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:
     """The model's output, uncompiled: compiled code ignores hooks that are added later."""
     with uncompiled(model):
-        return model(**inputs)
+        return model(*args, **inputs)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -261,6 +261,11 @@ class Recorder:
         return None if self._latest is None else self._latest.mask_name
 
     @property
+    def latest(self) -> Call | None:
+        """The latest call of the model: its arguments by the names that inner modules know, its mask."""
+        return self._latest
+
+    @property
     def _call(self) -> Call | None:
         return None if self._local.is_left_out else self._local.call
 

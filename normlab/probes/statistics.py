@@ -320,12 +320,13 @@ class Routing:
 def _expert_lists(branch: nn.Module) -> Iterator[tuple[nn.Module, int, set[int]]]:
     """(module that holds experts, how many, sizes of their matrices).
 
-    A list of modules, or matrices stacked in one parameter. A convolution's weight is none.
+    A list or dict of modules that are alike, or matrices stacked in one parameter. A convolution's weight is none.
     """
     for module in branch.modules():
+        items = list(module.children()) if isinstance(module, nn.ModuleList | nn.ModuleDict) else []
         stacked = [p.shape for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape) > 1]
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and all(has_matrix(item) for item in module):
-            yield module, len(module), {size for p in module[0].parameters() if p.ndim == 2 for size in p.shape}
+        if len(items) > 1 and all(has_matrix(item) and type(item) is type(items[0]) for item in items):
+            yield module, len(items), {size for p in items[0].parameters() if p.ndim == 2 for size in p.shape}
         elif stacked and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
             yield module, stacked[0][0], {size for shape in stacked for size in shape[1:]}
 
@@ -370,11 +371,17 @@ def are_router_scores(scores: Tensor, returned: Any) -> bool | None:
     return bool(torch.stack([(x - y).norm() <= SAME * y.norm() for x in outputs for y in readings]).any())
 
 
-def taken_experts(values: Any, tokens: int) -> Tensor | None:
-    """The (tokens, k) indices of the experts taken, from a module's arguments or outputs; None without them."""
+def taken_experts(values: Any, tokens: int, experts: int) -> Tensor | None:
+    """The (tokens, k) indices of the experts taken, from a module's arguments or outputs; None without them.
+
+    Of a dispatch mask, 1 where an expert takes a token, they are the columns; `experts` stands for those not taken.
+    """
     items = values if isinstance(values, tuple | list) else (values,)
     indices = (v for v in items if isinstance(v, Tensor) and v.dtype in (torch.int32, torch.int64) and v.ndim >= 2)
-    return next((v.reshape(tokens, -1) for v in indices if v.numel() % tokens == 0), None)
+    taken = next((v.reshape(tokens, -1) for v in indices if v.numel() % tokens == 0), None)
+    if taken is None or taken.shape[1] != experts or experts < 3 or bool(((taken != 0) & (taken != 1)).any()):
+        return taken
+    return torch.where(taken == 1, torch.arange(experts, device=taken.device), experts)
 
 
 # -- attention -------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def massive_activations(
         Columns `layer row position feature value ratio first_layer last_layer`. Layer 0 is what enters the first block.
 
     Raises:
-        NormlabError: several residual streams.
+        NormlabError: as for `angular_distance`.
     """
     runner = Runner(model, [batch], False, "massive activations")
     (batch,) = runner
@@ -59,7 +59,7 @@ def massive_activations(
     kept: list[Tensor] = []
 
     def look(layer: int, h: Tensor) -> None:
-        kept.append(runner.counted(batch, tuple(h.shape[:-1])))
+        kept.append(runner.counted(batch, h))
         size = at_least_float32(h).abs()
         median = size[kept[-1]].median()
         for place in ((size > torch.clamp(ratio * median, min=least)) & kept[-1][..., None]).nonzero().tolist():
@@ -97,7 +97,7 @@ def attention_sinks(
     watch = _KeyWatch()
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        tokens = runner.counted(batch, tuple(hidden_state(args, kwargs)[0].shape[:-1]))
+        tokens = runner.counted(batch, hidden_state(args, kwargs)[0])
         kept.append(tokens)
         scores, length = watch.scores, tokens.shape[1]
         if scores is None or scores.shape[2:] != (length, length):
@@ -114,7 +114,10 @@ def attention_sinks(
             rows.append((layer, row, position, float(heads), float(mean)))
         watch.forget()  # last, as the softmax above is seen too
 
-    with evaluating(runner.model), watch, on_blocks(runner.stream, hook):
+    def start(*_: Any) -> None:
+        watch.forget()  # an encoder's attention, or what else came before the block
+
+    with evaluating(runner.model), watch, on_blocks(runner.stream, hook, before=start):
         runner.run(batch)
     if not layers and others:
         raise NormlabError(f"attention was seen over {others[0]}: give a model that attends to its tokens alone")

@@ -422,13 +422,16 @@ def test_a_wrapper_hands_on_that_no_cache_is_wanted():
     assert jacobian_identity(Wrapper(model), [IDS], **QUIET).equals(jacobian_identity(model, [IDS], **QUIET))
 
 
-def test_a_block_that_returns_something_else_the_second_time_has_no_jacobian():
+@pytest.mark.parametrize("how", ["returns something else", "fails"])
+def test_a_block_that_cannot_run_a_second_time_has_no_jacobian(how):
     class Cached(Block):
         def forward(self, x):
             self.seen = getattr(self, "seen", 0) + 1
+            if how == "fails" and self.seen > 1:
+                raise RuntimeError("the mask does not fit the cache")
             return super().forward(x) * self.seen
 
-    with pytest.raises(NormlabError, match="returns something else when it runs again"):
+    with pytest.raises(NormlabError, match=f"{how} when it runs again"):
         jacobian_identity(Toy(Cached), [IDS], **QUIET)
 
 

@@ -7,7 +7,7 @@ from probe_zoo import MODELS
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes import record, sites
+from normlab.probes import record, sites, stacks
 from normlab.probes.statistics import routing_of
 
 ROUTING = ["router_entropy", "expert_load_max"]
@@ -44,6 +44,27 @@ def test_the_matrix_that_scores_is_found_beside_shared_experts_and_none_in_a_den
     assert routing_of(dense.mlp) is None
     routing = routing_of(mixture.mlp)
     assert routing is not None and routing.experts == 6 and routing.scores.shape == (6, 32)
+
+
+def test_experts_in_a_dict_and_a_dispatch_mask_are_read():
+    torch.manual_seed(0)
+    config = hf.SwitchTransformersConfig(
+        vocab_size=64, d_model=32, d_ff=48, d_kv=8, num_heads=4, num_layers=2, num_decoder_layers=2, num_experts=4,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=2, expert_capacity=3, pad_token_id=0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model, ids = hf.SwitchTransformersForConditionalGeneration(config).eval(), torch.randint(3, 60, (2, 12))
+    where, routed = stacks(model)["decoder.block"], []
+    where.blocks[0].mlp.router.register_forward_hook(lambda module, args, output: routed.append(output))
+    with record(where, ROUTING, masks=["all"]) as rec, torch.no_grad():
+        model(input_ids=ids, decoder_input_ids=ids)
+    table = rec.stats().to_pandas().query("layer == 1").set_index("metric")["value"]
+    taken, _, logits = routed[0]
+    p = logits.double().softmax(-1)
+    assert table["router_entropy"] == pytest.approx(float(torch.special.entr(p).sum(-1).mean()), rel=1e-5)
+    counts = taken.flatten(0, 1).sum(0)
+    assert counts.sum() < 24  # some are beyond an expert's capacity
+    assert table["expert_load_max"] == pytest.approx(float(counts.max() * 4 / counts.sum()))
 
 
 def test_a_convolution_or_a_scale_a_channel_is_no_stack_of_experts():

@@ -95,9 +95,12 @@ def test_a_mask_that_is_not_known_is_named_and_can_be_given(how, name):
         assert found == expected(model.inner.embed(ids)) and not absent
     where = sites(model, mask="pad")
     assert sizes(where, ids, real)[0] == expected(model.inner.embed(ids))
-    angle = angular_distance(where, [{"tokens": ids, "pad": real}], progress=False).loc[0, 1]
-    whole = angular_distance(sites(model), [{"tokens": ids, "pad": real}], progress=False).loc[0, 1]
-    assert angle != whole
+    batches = [{"tokens": ids, "pad": real}]
+    angle = angular_distance(where, batches, progress=False).loc[0, 1]
+    everything = angular_distance(sites(model, mask=lambda call: None), batches, progress=False).loc[0, 1]
+    assert angle != everything
+    with pytest.raises(NormlabError, match=r"no mask was given by a known name: .*sites\(model"):
+        angular_distance(model, batches, progress=False)
 
 
 def test_an_observed_loop_takes_the_mask_too():
