@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ class View:
         schemes: which to show.
         relative: divide each profile by its own value at layer 1.
         reference: show every scheme against this one, paired by seed, by ratio or difference as the metric's row says.
+        rate: the runs of this learning rate. None: of one that all schemes of a depth share, or each scheme's own.
     """
 
     metric: str
@@ -45,6 +45,7 @@ class View:
     schemes: tuple[str, ...]
     relative: bool = False
     reference: str | None = None
+    rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,28 +92,35 @@ class Profiles:
         self.missing = ""
         self._configs = configs or {}
         self._places: dict[tuple[str, str, str, int], np.ndarray] = {}
+        self._columns, self._values = dict.fromkeys(_AXES, np.empty(0, dtype=np.int64)), np.empty(0)
         self._measured, self._by_step = cache(self._read), cache(self._compute)
         self._predictions = cache(self._predict)
+        self._at_rate = cache(lambda rate: Profiles(runs[self._is_width & (runs["lr"] == rate)], configs))
         try:
             self.chosen = choose(runs, depth=None, same_rate=True)
         except NothingToShow as why:
             self.missing = str(why)
             return
+        self._is_width = runs["width"] == self.chosen.runs["width"].iloc[0]
+        measured = runs[self._is_width & runs["layer"].notna()]
+        rates = measured[["depth", "lr"]].drop_duplicates()
+        self._rates = {int(depth): sorted(here["lr"].tolist()) for depth, here in rates.groupby("depth")}
         table = self.chosen.table
         table = table[table["layer"].notna()]
         if table.empty:
             self.missing = "No layer was measured in these runs."
         # Positions of rows, not rows: a reader looks at few of some hundred combinations, and copying is slow.
         self._places = table.groupby(_KEY, observed=True).indices
-        self._columns = {name: table[name].to_numpy(dtype=np.int64) for name in _AXES[1:]}
+        self._columns |= {name: table[name].to_numpy(dtype=np.int64) for name in _AXES[1:]}
         self._columns["scheme"] = pd.Categorical(table["scheme"], self.schemes).codes
         self._values = table["value"].to_numpy(dtype=float)
         trained = set(self.chosen.runs[["scheme", "depth"]].itertuples(index=False, name=None))
-        self._remarks = {
-            at: self.chosen.remark(*at) if at in trained else f"{NOT_TRAINED} at depth {at[1]}"
-            for at in product(self.schemes, self.depths)
+        self._remarks = {at: self.chosen.remark(*at) for at in trained}
+        ends = self.chosen.runs.groupby("depth")["lr"].agg(["min", "max"])
+        self._rates_in_words = {
+            int(at): self.chosen.rate(int(at)) + (f", {low:g} to {high:g}" if low < high else "")
+            for at, low, high in ends.itertuples()
         }
-        self._rates = {depth: self.chosen.rate(depth) for depth in self.depths}
 
     @property
     def schemes(self) -> list[str]:
@@ -121,6 +129,14 @@ class Profiles:
     @property
     def depths(self) -> list[int]:
         return self.chosen.depths if self.chosen else []
+
+    def rates(self, depth: int) -> list[float]:
+        """The learning rates of the runs of a depth, small first."""
+        return self._rates.get(depth, [])
+
+    def at(self, rate: float | None) -> Profiles:
+        """The index of the runs of one learning rate; None: this one."""
+        return self if rate is None else self._at_rate(rate)
 
     def metrics(self) -> list[str]:
         """Measured metrics, in the order of the metrics table."""
@@ -135,9 +151,9 @@ class Profiles:
     def masks(self, metric: str, site: str) -> list[str]:
         return sorted({mask for where, name, mask, _ in self._places if (where, name) == (site, metric)})
 
-    def steps(self, metric: str, site: str, mask: str, depth: int) -> list[int]:
+    def steps(self, metric: str, site: str, mask: str, depth: int, rate: float | None = None) -> list[int]:
         """Training steps at which any scheme of that depth was measured."""
-        return self._measured(site, metric, mask, depth).steps
+        return self.at(rate)._measured(site, metric, mask, depth).steps
 
     def _read(self, site: str, metric: str, mask: str, depth: int) -> Measured:
         places = self._places.get((site, metric, mask, depth), np.empty(0, dtype=np.int64))
@@ -154,7 +170,8 @@ class Profiles:
 
     def lines_by_step(self, view: View) -> dict[tuple[str, int], Profile]:
         """The profiles of all schemes at all steps, by scheme and step; made at the first call."""
-        return self._by_step(view.site, view.metric, view.mask, view.depth, view.relative, view.reference)
+        here = self.at(view.rate)
+        return here._by_step(view.site, view.metric, view.mask, view.depth, view.relative, view.reference)
 
     def _compute(
         self, site: str, metric: str, mask: str, depth: int, relative: bool, reference: str | None
@@ -180,7 +197,7 @@ class Profiles:
         Only metrics of `normlab.analysis.theory.predict` have one. Against a reference, a profile is the ratio or
         difference of two predictions.
         """
-        predictions = self._predictions(view.depth).get((view.site, view.metric, view.mask), {})
+        predictions = self.at(view.rate)._predictions(view.depth).get((view.site, view.metric, view.mask), {})
         base = predictions.get(view.reference) if view.reference is not None else None
         found = []
         for scheme in view.schemes:
@@ -220,19 +237,24 @@ class Profiles:
         ends = [numbers.min(initial=np.inf), positive.min(initial=np.inf), numbers.max(initial=-np.inf)]
         return [float(end) for end in ends if np.isfinite(end)]
 
-    def rate(self, depth: int) -> str:
-        """The learning rate at a depth, in words."""
-        return self._rates[depth]
+    def rate(self, view: View) -> str:
+        """The learning rate of a view, in words."""
+        return self._rates_in_words[view.depth] if view.rate is None else f"learning rate {view.rate:g}"
 
     def remarks(self, view: View) -> list[str]:
         """Remarks on the schemes of a view, shown or missing: one short sentence each."""
-        if self.chosen is None:
-            return [self.missing]
+        here = self.at(view.rate)
+        if here.missing:
+            return [here.missing]
         found = []
         shown = {line.scheme for line in self.lines(view)}
         for scheme in view.schemes:
-            remark = self._remarks.get((scheme, view.depth), f"{NOT_TRAINED} at depth {view.depth}")
-            if scheme not in shown and not remark.startswith(NOT_TRAINED):
+            place = scheme, view.depth
+            remark = here._remarks.get(place)
+            if remark is None:
+                where = f"depth {view.depth}" if place not in self._remarks else f"learning rate {view.rate:g}"
+                remark = f"{NOT_TRAINED} at {where}"
+            elif scheme not in shown:
                 remark = (remark + ", " if remark else "") + f"nothing measured at step {view.step}"
             if remark:
                 found.append(f"{title_of(scheme)}: {remark}")

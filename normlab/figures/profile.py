@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from textwrap import wrap
 from typing import Any
@@ -51,6 +51,7 @@ def profile(
     schemes: Sequence[str] | None = None,
     relative: bool = False,
     reference: str | None = None,
+    rate: float | None = None,
     band: bool = True,
     log: bool = False,
     theme: str = "light",
@@ -65,6 +66,7 @@ def profile(
             were run (`normlab.analysis.profiles.default_view`).
         relative: each profile divided by its value at layer 1.
         reference: scheme against which all are shown, with 95% intervals.
+        rate: the runs' learning rate. Default: one that all schemes of a depth share, or each scheme's own.
         band: shade from the smallest to the largest seed, or the interval; the line under the title says which.
         theme: "light" or "dark".
         published: table of `normlab.load_published`, drawn where it has the same metric.
@@ -79,16 +81,17 @@ def profile(
     metric = metric or view.metric
     site = site or next(iter(profiles.sites(metric)), "block_out")
     depth = view.depth if depth is None else depth
-    steps = profiles.steps(metric, site, mask, depth)
+    if rate is not None and rate not in profiles.rates(depth):
+        had = ", ".join(f"{other:g}" for other in profiles.rates(depth))
+        raise NormlabError(f"no run of depth {depth} at learning rate {rate:g} in the table, which has: {had}")
+    steps = profiles.steps(metric, site, mask, depth, rate)
     if not steps:
         where = f"{site_label(site)}, {MASKS.get(mask, mask)}, depth {depth}"
         return look.message_figure(f"{metric} was not measured at: {where}.", metric_row(metric).label)
     step = steps[-1] if step is None else step
     if reference is not None and reference not in profiles.schemes:
         raise NormlabError(f"no run of {reference!r} in the table, which has: {', '.join(profiles.schemes)}")
-    view = replace(
-        view, metric=metric, site=site, mask=mask, depth=depth, step=step, relative=relative, reference=reference
-    )
+    view = View(metric, site, mask, depth, step, view.schemes, relative, reference, rate)
     options = PlotOptions(band, log, theme, published, theory=theory is not None, one_step=True)
     return go.Figure(plain(drawing(profiles, view, options)))
 
@@ -129,7 +132,7 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     labels = label_trace([_end(line, options.theme) for line in lines], bounds, _PANEL, log)
     traces += [] if labels is None else [labels]
     deepest = int(max([view.depth, *printed["layer"]]))
-    words = _title(view, profiles.rate(view.depth), bool(bands))
+    words = _title(view, profiles.rate(view), bool(bands))
     title = dict(text=words, y=1, yref="container", yanchor="top", pad=dict(t=look.LINES_PAD))
     layout = _layout(view, deepest, bounds, log, options.theme) | {"title": title}
     return {"data": traces, "layout": layout if lines else layout | {"annotations": [_nothing(profiles, view)]}}

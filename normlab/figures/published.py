@@ -28,6 +28,7 @@ OURS = ("circle", "square", "diamond", "triangle-up", "triangle-down")
 THEIRS = ("x-thin-open", "cross-thin-open", "asterisk-open", "y-up-open", "hourglass-open", "bowtie-open", "star-open")
 BROKEN = {"perplexity": 3.0}  # a model so many times worse than the base did not train: marked, not drawn to scale
 _NO_VALUES = pd.DataFrame(columns=["paper", "where", "model", "metric", "scheme", "value", "relative_error"])
+_NO_POINTS = pd.DataFrame(columns=["scheme", "layer", "value"])
 _MARK = 13  # pixels from a mark of a scheme to the next
 
 
@@ -36,7 +37,7 @@ def published_points(
 ) -> pd.DataFrame:
     """Published values of these schemes at a layer, comparable with what was measured at `site`: block outputs only."""
     if published is None or site != "block_out":
-        return pd.DataFrame(columns=["scheme", "layer", "value"])
+        return _NO_POINTS  # an explorer's page asks thousands of times
     keep = (published["metric"] == metric) & published["scheme"].isin(schemes) & published["layer"].notna()
     return published[keep]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,17 @@ in this page, and its address keeps the view you chose."""
 DEFAULT_SITES = ("block_out", "block_in_grad")
 ABSOLUTE, RELATIVE = "absolute", "relative"
 _DIGITS = 4  # significant ones: what a plot can show, at half the size
-_CHOICES = ("metric", "site", "mask", "depth", "step", "way", "schemes")
+_CHOICES = ("metric", "site", "mask", "depth", "step", "rate", "way", "schemes")
+BEST = "best"  # the key of a view at no fixed rate
 
 
 class NormExplorer(PageWidget):
     """A metric by layer for all schemes, with controls and two views side by side.
 
-    Images, numbers and code can be saved. Traits of the first view are `metric site mask depth step schemes`, `way`
-    ("absolute", "relative" to layer 1, or the scheme to compare with) and the switches `band log theory published`. The
-    browser follows a trait that is set in Python. An observer of a trait is called when the reader changes it.
+    Images, numbers and code can be saved. Traits of the first view are `metric site mask depth step schemes`, `rate`
+    (None: one that all schemes of a depth share, or each scheme's own), `way` ("absolute", "relative" to layer 1, or
+    the scheme to compare with) and the switches `band log theory published`. The browser follows a trait that is set in
+    Python. An observer of a trait is called when the reader changes it.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -60,6 +63,7 @@ class NormExplorer(PageWidget):
     mask = traitlets.Unicode("all").tag(sync=True)
     depth = traitlets.Int(0).tag(sync=True)
     step = traitlets.Int(0).tag(sync=True)
+    rate = traitlets.Float(None, allow_none=True).tag(sync=True)
     way = traitlets.Unicode(ABSOLUTE).tag(sync=True)
     schemes = traitlets.List(traitlets.Unicode()).tag(sync=True)
     band = traitlets.Bool(True).tag(sync=True)
@@ -89,7 +93,7 @@ class NormExplorer(PageWidget):
         choices |= {"source": source, "published": self._published is not None}
         start["log"] = _opens_on_log(self.profiles, view)
         super().__init__(**start, choices=choices)
-        self.observe(self._settle, names=["metric", "site", "depth"])
+        self.observe(self._settle, names=["metric", "site", "depth", "rate"])
 
     def __repr__(self) -> str:
         return f"NormExplorer({len(self.profiles.schemes)} schemes)"
@@ -99,7 +103,7 @@ class NormExplorer(PageWidget):
         """The view of the traits. NormlabError where there is nothing to show."""
         if self.profiles.missing:
             raise NormlabError(f"no view: {self.profiles.missing}")
-        chosen = {name: getattr(self, name) for name in ("metric", "site", "mask", "depth", "step")}
+        chosen = {name: getattr(self, name) for name in ("metric", "site", "mask", "depth", "step", "rate")}
         return _shown_as(View(**chosen, schemes=tuple(self.schemes)), self.way)
 
     @property
@@ -119,13 +123,15 @@ class NormExplorer(PageWidget):
         with self.hold_trait_notifications():
             self.site = _among(self.site, profiles.sites(self.metric))
             self.mask = _among(self.mask, profiles.masks(self.metric, self.site))
-            steps = profiles.steps(self.metric, self.site, self.mask, self.depth)
+            self.rate = self.rate if self.rate in profiles.rates(self.depth) else None
+            steps = profiles.steps(self.metric, self.site, self.mask, self.depth, self.rate)
             self.step = _among(self.step, steps[::-1] or [self.step])
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The drawings of a view, by its key."""
-        site, metric, mask, depth, way = asked["view"].split("|")
-        view = View(metric, site, mask, int(depth), 0, tuple(self.profiles.schemes))
+        site, metric, mask, depth, rate, way = asked["view"].split("|")
+        at = None if rate == BEST else float(rate)
+        view = View(metric, site, mask, int(depth), 0, tuple(self.profiles.schemes), rate=at)
         return _drawings(self.profiles, _shown_as(view, way), asked["theory"], self._published)
 
 
@@ -177,7 +183,7 @@ def explorer_page(
 
 
 def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -> dict[str, Any]:
-    """The page's data: the reader's choices, and drawings by "site|metric|mask|depth|way".
+    """The page's data: the reader's choices, and drawings by "site|metric|mask|depth|rate|way".
 
     All can be shown against the first scheme: each further reference would make the page a third larger.
     """
@@ -187,10 +193,10 @@ def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -
     for metric, labelled in choices["sites"].items():
         for _, site in labelled:
             for mask in profiles.masks(metric, site):
-                for depth in profiles.depths:
-                    view = View(metric, site, mask, depth, 0, tuple(profiles.schemes))
-                    for _, way in choices["ways"]:
-                        key = f"{site}|{metric}|{mask}|{depth}|{way}"
+                for depth, rates in choices["rates"].items():
+                    for (name, rate), (_, way) in product(rates, choices["ways"]):
+                        view = View(metric, site, mask, depth, 0, tuple(profiles.schemes), rate=rate)
+                        key = f"{site}|{metric}|{mask}|{depth}|{name}|{way}"
                         views[key] = _drawings(profiles, _shown_as(view, way), published=published)
     return {**choices, "views": views, "published": published is not None}
 
@@ -220,15 +226,22 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
         "shown": shown,
         "families": by_family([name for name in profiles.schemes if name not in shown]),
         "depths": profiles.depths,
+        "rates": {depth: _rates(profiles, depth) for depth in profiles.depths},
         "start": first.depth if first else None,
         "log": first is not None and _opens_on_log(profiles, first),
-        "metrics": [[f"{label[0].upper()}{label[1:]} ({name})", name] for name, label in labels.items()],
+        "metrics": [[f"{label[0].upper()}{label[1:]}", name] for name, label in labels.items()],
         "sites": by_metric,
         "masks": masks,
         "ways": ways + [[f"against {titles[name]}", name] for name in references],
         "templates": {theme: template(theme).to_plotly_json() for theme in ("light", "dark")},
         "on_dark": on_dark(),
     }
+
+
+def _rates(profiles: Profiles, depth: int) -> list[list[Any]]:
+    """The learning rates to choose from at a depth, with their keys: the one that was chosen first, and then each."""
+    rates = profiles.rates(depth)
+    return [[BEST, None], *([str(rate), rate] for rate in rates if len(rates) > 1)]
 
 
 def _opens_on_log(profiles: Profiles, view: View) -> bool:
@@ -248,7 +261,7 @@ def _drawings(
     `traces` and `layout` are those of the first step, `frames` what differs at each. `axes` has a logarithmic one and
     the usual one (for ratios the same). `ranges` has the range of the usual one that shows a scheme alone.
     """
-    steps = profiles.steps(view.metric, view.site, view.mask, view.depth)
+    steps = profiles.steps(view.metric, view.site, view.mask, view.depth, view.rate)
     traces: dict[str, dict[str, Any]] = {}
     layout: dict[str, Any] = {}
     axes: dict[str, Any] = {}
@@ -260,8 +273,8 @@ def _drawings(
             kind: drawing(profiles, at, PlotOptions(log=kind == "log", theory=theory)) for kind in ("linear", "log")
         }
         axes = {kind: one["layout"].pop("yaxis") for kind, one in drawn.items()}
+        drawn["linear"]["layout"].pop("template")
         now = plain(drawn["linear"]["layout"], _DIGITS)
-        now.pop("template")
         lines = {trace["name"]: plain(trace, _DIGITS) for trace in drawn["linear"]["data"] if trace["name"] != "labels"}
         layout = layout or now
         labels = {k: [plain(t, _DIGITS) for t in one["data"] if t["name"] == "labels"] for k, one in drawn.items()}
@@ -309,5 +322,4 @@ def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, A
 
 def _scheme(name: str) -> dict[str, Any]:
     style = style_of(name)
-    title = f"{style.title} (control)" if style.is_control else style.title
-    return {"name": name, "title": style.title, "label": title, "color": style.color}
+    return {"name": name, "title": style.title, "control": style.is_control, "color": style.color}

@@ -58,7 +58,8 @@ class Intervene(PageWidget):
                 weights = weights_of(model)
             except (NormlabError, AttributeError):  # a part that the page does not compute, or not a Llama
                 about["spec"] = None
-        data = {"models": [about], "passages": self.tokens.tolist(), "tour": False, "kernel": KERNEL}
+        passages = [{"tokens": row, "name": None} for row in self.tokens.tolist()]
+        data = {"models": [about], "pairs": [], "passages": passages, "tour": False, "kernel": KERNEL}
         super().__init__(change={}, data=data | _words(model, tokenizer), weights=weights if about["spec"] else b"")
 
     def __repr__(self) -> str:

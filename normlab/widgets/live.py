@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+from normlab.analysis.selection import in_order
 from normlab.errors import NormlabError
 from normlab.figures.theme import ink, style_of
 from normlab.files import whole_files
@@ -21,6 +23,7 @@ from normlab.models.pretrained import BLOCKS, load_held_out, load_model, model_f
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
 from normlab.probes import sites
 from normlab.release import shipped_models
+from normlab.runs import MANIFEST, read_manifest
 from normlab.widgets.change import SLOPES, slope_of
 from normlab.widgets.plot import write_page
 
@@ -45,7 +48,16 @@ NORMS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
 _TENSORS = ("slope", "shift", "bias")  # fields that name a tensor of the norm
 MULTIPLE = 8  # of the kernel's columns
 _SAMPLE = 'def add(first, second):\n    """Return the sum of two numbers."""\n    return first + second\n'
-_PASSAGES, _LENGTH = [4, 20, 0, 12, 18, 27], 64  # blocks of held-out text, and their tokens that the page reads
+_LENGTH = 64  # tokens that the page reads of a passage
+_CORPUS = "706651ba22eeaa569b6c02ab7e79d5e15baa4d9788560d460ac92b3b01fadfb7"  # content hash of the shipped models' text
+PASSAGES = {  # of its held-out blocks: the block, and the token at which a line begins
+    "a docstring": (75, 32),
+    "a loop": (70, 5),
+    "prose": (0, 2),
+    "a function": (3, 10),
+    "examples": (85, 3),
+    "imports": (41, 42),
+}
 
 
 def model_spec(model: Any) -> dict[str, Any]:
@@ -136,7 +148,8 @@ def weights_of(model: Any) -> bytes:
 def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     """Write the page that runs trained models (`normlab page`): `index.html`, and a file of weights per model.
 
-    The page needs no server and no network. It loads a model's weights when the reader chooses it.
+    The page needs no server and no network. It loads a model's weights when the reader chooses it. It opens on two
+    models of equal depth, width and learning rate, if there are two.
 
     Args:
         models: names of models that come with normlab, or folders of runs that kept their weights.
@@ -159,9 +172,18 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     if len(loaded) < len(sources):
         raise NormlabError("two of the folders have one name, which the page needs for each model: rename one")
     (tokenizer,) = tokenizers
+    runs = [read_manifest(source) if (source / MANIFEST).is_file() else {} for source in sources]
+    described = labelled(
+        [
+            describe(model, name)
+            | {"spec": model_spec(model), "rate": run.get("config", {}).get("lr"), "held_out": run.get("eval_loss")}
+            for (name, model), run in zip(loaded.items(), runs, strict=True)
+        ]
+    )
     page = {
-        "models": [describe(model, name) | {"spec": model_spec(model)} for name, model in loaded.items()],
-        "passages": _passages(sources[0], tokenizer),
+        "models": described,
+        "pairs": pairs_of(described),
+        "passages": _passages(sources[0], runs[0], tokenizer),
         "tokenizer": page_tokenizer(tokenizer),
         "kernel": KERNEL,
         "tour": {source.name for source in sources} <= set(shipped_models()),
@@ -179,14 +201,45 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     return folder / path.name
 
 
-def _passages(source: Path, tokenizer: str) -> list[list[int]]:
-    """Held-out text of the model's corpus; for a run, which keeps none, a line of code."""
+def labelled(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each with the shortest `label` that tells it apart: scheme and learning rate, and its name if two share them."""
+
+    def label(model: Mapping[str, Any], name: str) -> str:
+        return name + ("" if model["rate"] is None else f", rate {model['rate']:g}")
+
+    counts = Counter(label(model, model["short"]) for model in models)
+    alone = [counts[label(model, model["short"])] == 1 for model in models]
+    names = [model["short" if only else "title"] for model, only in zip(models, alone, strict=True)]
+    return [model | {"short": name, "label": label(model, name)} for model, name in zip(models, names, strict=True)]
+
+
+def pairs_of(models: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Pairs of models of equal depth, width and learning rate: the first in the registry's order with each other."""
+    ranks = {scheme: rank for rank, scheme in enumerate(in_order(model["scheme"] for model in models))}
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for model in sorted(models, key=lambda model: ranks[model["scheme"]]):
+        if model["rate"] is not None:
+            groups.setdefault((model["depth"], model["spec"]["width"], model["rate"]), []).append(model)
+    return [
+        {"label": f"{first['short']} and {other['label']}", "model": first["name"], "against": other["name"]}
+        for first, *others in groups.values()
+        for other in others
+    ]
+
+
+def _passages(source: Path, run: Mapping[str, Any], tokenizer: str) -> list[dict[str, Any]]:
+    """Held-out text of the model's corpus, with names if it is known; for a run, which keeps none, a function."""
     if (source / BLOCKS).is_file():
         blocks = load_held_out(source)
-        return blocks[[place for place in _PASSAGES if place < len(blocks)] or [0], :_LENGTH].tolist()
+        if run.get("corpus", {}).get("content_hash") != _CORPUS:
+            return [{"tokens": block, "name": None} for block in blocks[: len(PASSAGES), :_LENGTH].tolist()]
+        return [
+            {"tokens": blocks[place, start : start + _LENGTH].tolist(), "name": name}
+            for name, (place, start) in PASSAGES.items()
+        ]
     from tokenizers import Tokenizer
 
-    return [Tokenizer.from_str(tokenizer).encode(_SAMPLE).ids]
+    return [{"tokens": Tokenizer.from_str(tokenizer).encode(_SAMPLE).ids, "name": "a function"}]
 
 
 def describe(model: Any, name: str) -> dict[str, Any]:
@@ -201,9 +254,13 @@ def describe(model: Any, name: str) -> dict[str, Any]:
     }
     scheme = getattr(model.config, "scheme", None)
     style = style_of(scheme or name)
+    title = f"{style.title} ({name})" if scheme else name
     return {
         "name": name,
-        "title": f"{style.title} ({name})" if scheme else name,
+        "scheme": scheme or name,
+        "short": style.title,
+        "title": title,
+        "label": title,
         "colors": {theme: ink(style.color, theme) for theme in ("light", "dark")},
         "depth": len(blocks),
         "length": getattr(model.config, "max_position_embeddings", None) or 1024,

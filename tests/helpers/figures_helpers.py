@@ -91,6 +91,13 @@ def table(
     return pd.concat(runs, ignore_index=True)
 
 
+def two_rates() -> pd.DataFrame:
+    """All schemes at one rate, and two of them, in models of depth 4, at a higher one that doubles what is measured."""
+    higher = table(("lns", "bhyt"), depths=(4,), lr=3e-3)
+    size = higher["metric"].eq("token_l2_mean")
+    return pd.concat([table(), higher.assign(value=higher["value"].mask(size, 2 * higher["value"]))], ignore_index=True)
+
+
 def configs_of(runs: pd.DataFrame, **changes: Any) -> dict[str, dict[str, Any]]:
     """The result of `read_configs` for them: models of these changes to `normlab train`'s defaults at width 32."""
     names = runs[["run", "scheme", "depth"]].drop_duplicates().itertuples(index=False)

@@ -49,13 +49,14 @@ def wait_for(page: Any, scheme: str, values: list[float], plot: str = PLOT) -> N
 def test_start_here_moves_with_the_keyboard(address, chromium):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "00_start_here.ipynb")
-        wait_for(page, "bhyt", profile("bhyt", 4, 20))
+        wait_for(page, "bhyt", profile("bhyt", 4, 0))
         shoot(page, "00_start_here-1280")
         slider(page, "step").focus()
-        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowRight")
         wait_for(page, "bhyt", profile("bhyt", 4, 10))
-        page.keyboard.press("ArrowLeft")
-        wait_for(page, "bhyt", profile("bhyt", 4, 0))
+        page.keyboard.press("ArrowRight")
+        wait_for(page, "bhyt", profile("bhyt", 4, 20))
+        page.locator(".explorer [name=more]").click()
         # The Tab key alone reaches every control, and a box answers to the space bar.
         count = page.evaluate(
             """() => (window.controls = [...document.querySelectorAll(['select', 'button', 'input'].map(
@@ -67,7 +68,7 @@ def test_start_here_moves_with_the_keyboard(address, chromium):
         for _ in range(2 * count):
             reached.add(page.evaluate("() => window.controls.indexOf(document.activeElement)"))
             page.keyboard.press("Tab")
-        assert reached - {-1} == set(range(count)) and count == 4 + 2 + 1 + 4 + len(SCHEMES) + 5
+        assert reached - {-1} == set(range(count)) and count == 4 + 2 + 3 + 4 + len(SCHEMES) + 4
         page.locator(".scheme input[value=lns]").focus()
         page.keyboard.press("Space")
         wait_for(page, "lns", [])
@@ -83,7 +84,7 @@ def test_start_here_moves_with_the_keyboard(address, chromium):
 def test_moves_while_a_cell_runs_leave_the_figure_that_the_controls_say(address, chromium):
     with page_of(chromium) as (page, errors):
         run_all(page, address, "busy.ipynb")
-        wait_for(page, "bhyt", profile("bhyt", 4, 20))
+        wait_for(page, "bhyt", profile("bhyt", 4, 0))
         done = page.locator(".jp-OutputArea-output").get_by_text("busy for 6")
         page.locator(".jp-CodeCell").last.locator(".cm-content").click()
         page.keyboard.press("Control+Enter")

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from browser_helpers import page_of
-from figures_helpers import SCHEMES, activation, configs_of, empty, one_run, profile, table
+from figures_helpers import SCHEMES, activation, configs_of, empty, one_run, profile, table, two_rates
 from widget_helpers import Mounted
 
 import normlab
@@ -44,6 +44,34 @@ def test_it_opens_on_the_deepest_model_after_training_and_follows_its_traits(exp
     explorer.schemes = []
     assert "No scheme is selected" in explorer.figure.layout.annotations[0].text
     assert repr(explorer) == f"NormExplorer({len(SCHEMES)} schemes)"
+
+
+def test_the_rate_is_a_coordinate_and_schemes_without_it_are_named():
+    explorer = NormExplorer(two_rates())
+    assert explorer.rate is None and "depth 4 · learning rate 0.001" in explorer.figure.layout.title.text
+    assert explorer.choices["rates"] == {2: [["best", None]], 4: [["best", None], ["0.001", 1e-3], ["0.003", 3e-3]]}
+    explorer.rate = 3e-3
+    assert drawn(explorer.figure, "bhyt") == pytest.approx([2 * value for value in profile("bhyt", 4, 20)])
+    assert drawn(explorer.figure, "pre_rmsnorm") == []
+    assert "depth 4 · learning rate 0.003" in explorer.figure.layout.title.text
+    named = normlab.figures.profile(two_rates(), rate=3e-3)
+    assert drawn(named, "bhyt") == drawn(explorer.figure, "bhyt")
+    view = page_data(Profiles(two_rates()))["views"]["block_out|token_l2_mean|all|4|0.003|pre_rmsnorm"]
+    assert "Pre-LN: not trained at learning rate 0.003" in view["frames"][-1]["remarks"]
+    explorer.depth = 2  # which has one rate
+    assert explorer.rate is None and drawn(explorer.figure, "pre_rmsnorm")
+    with pytest.raises(NormlabError, match="no run of depth 2 at learning rate 0.003 in the table, which has: 0.001"):
+        normlab.figures.profile(two_rates(), depth=2, rate=3e-3)
+
+
+def test_each_schemes_own_rates_are_in_the_title_and_runs_that_cannot_be_shown_say_why():
+    runs = pd.concat([one_run("bhyt", lr=1e-2), one_run("lns", lr=1e-3), one_run("lns", lr=1e-2)], ignore_index=True)
+    own = NormExplorer(runs[runs["run"] != "lns-4-0-0.01"])
+    assert "each scheme's own learning rate, 0.001 to 0.01" in own.figure.layout.title.text
+    twice = pd.concat([runs, one_run("bhyt", lr=1e-3), one_run("lns", lr=1e-3).assign(run="other")], ignore_index=True)
+    explorer = NormExplorer(twice)
+    explorer.rate = 1e-3
+    assert "2 runs of lns" in explorer.figure.layout.annotations[0].text
 
 
 def test_a_metric_takes_a_site_where_it_was_measured(explorer):
@@ -101,7 +129,7 @@ def predicted(scheme: str, depth: int, metric: str = "token_l2_mean", **changes:
 
 def remarks(runs: pd.DataFrame, configs: Any = None, view: str = "block_out|token_l2_mean") -> str:
     """Remarks under a view after training: on the step, on theory and on a log axis."""
-    found = page_data(Profiles(runs, configs), None)["views"][f"{view}|all|4|{ABSOLUTE}"]
+    found = page_data(Profiles(runs, configs), None)["views"][f"{view}|all|4|best|{ABSOLUTE}"]
     return " · ".join([*found["frames"][-1]["remarks"], *found["remarks"].values()])
 
 
@@ -214,11 +242,12 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         explorer.depth, explorer.schemes, explorer.step = 2, ["lns", "bhyt"], 10
         shown.push()
         shown.until(line, ["BHyT", 3])  # fewer lines have their titles as names, in a legend
+        page.locator("[name=more]").click()
         page.locator("[name=theory]").check()
         shown.until(f"() => {PLOT}.data.length === 6")
         page.locator("[name=band]").uncheck()
-        page.get_by_role("button", name="compare two views").click()
-        shown.until("() => document.querySelectorAll('.plot .main-svg').length >= 2")
+        page.get_by_role("button", name="compare").click()
+        shown.until("() => document.querySelectorAll('.plot')[1]?.layout?.xaxis.range[1] === 4")  # another depth
         page.locator("[name=step]").last.focus()
         page.keyboard.press("Home")
         page.get_by_role("button", name="code").first.click()

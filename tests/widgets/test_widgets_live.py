@@ -14,9 +14,10 @@ from tokenizers import Tokenizer
 import normlab
 from normlab.cli import main
 from normlab.errors import NormlabError
+from normlab.figures.theme import style_of
 from normlab.models.pretrained import model_folder
 from normlab.widgets.change import Change, ask
-from normlab.widgets.live import live_page, page_tokenizer
+from normlab.widgets.live import PASSAGES, labelled, live_page, page_tokenizer, pairs_of
 from normlab.widgets.plot import static_text
 
 MODELS = ["pre_rmsnorm-d8", "bhyt-d8", "rmsnorm_gain-d8"]
@@ -39,19 +40,19 @@ def wait_for_costs(page: Any) -> None:
 COUNT = "() => { window.answers = 0; document.addEventListener('answered', () => window.answers++, true); }"
 
 
-def press(page: Any, button: Any) -> None:
-    """Press a button that changes the model, and wait for the answer and the blocks' costs under that change.
+def press(page: Any, control: Any, key: str = "Enter") -> None:
+    """Press a key on a control that changes the model, and wait for the answer and the blocks' costs under that change.
 
     Costs of the model before are shown until the answer is there.
     """
     answers = page.evaluate("window.answers")
-    button.click()
+    control.press(key)
     page.wait_for_function("answers => window.answers > answers", arg=answers, timeout=60_000)
     wait_for_costs(page)
 
 
 def python_loss(name: str, change: Change) -> float:
-    return ask(normlab.load_model(name), normlab.load_held_out(name)[4:5, :64], change).loss
+    return ask(normlab.load_model(name), normlab.load_held_out(name)[75:76, 32:96], change).loss
 
 
 def test_the_tokenizer_is_that_of_tokenizers(chromium):
@@ -81,7 +82,7 @@ def test_it_opens_from_a_file_and_answers_as_python_does(site, chromium):
         wait_for_costs(page)
         change = Change(kappa=0.5, layers={3: {"block": 0.25}})
         assert loss_in(page) == pytest.approx(python_loss("bhyt-d8", change), abs=1e-3)
-        page.get_by_role("button", name="κ").focus()
+        page.get_by_role("group", name="what to change").get_by_role("button", name="κ").focus()
         page.keyboard.press("Enter")
         assert page.evaluate("document.activeElement.textContent") == "κ"  # the focus stays
         page.locator("#dark").press("Space")
@@ -89,8 +90,10 @@ def test_it_opens_from_a_file_and_answers_as_python_does(site, chromium):
         page.get_by_role("slider", name="κ, all blocks").focus()
         page.keyboard.press("ArrowDown")
         page.wait_for_function("() => location.hash.includes('all=kappa:0.420448')")
+        assert page.locator(".panel").count() == 1  # an address that names one model shows that one
         page.get_by_label("compare with").select_option("pre_rmsnorm-d8")
         page.wait_for_function("() => document.querySelectorAll('.panel').length === 2")
+        assert "different learning rates" in page.locator(".rates").inner_text()
         page.get_by_role("button", name="as trained").click()
         wait_for_costs(page)
         page.wait_for_function("() => !location.hash.includes('all=')")
@@ -135,12 +138,100 @@ def test_the_tour_says_what_happens(site, chromium):
         assert not errors
 
 
-@pytest.mark.parametrize("width", [390, 820])
+def trained_at(rate: float | None, scheme: str, name: str, **others: Any) -> dict[str, Any]:
+    """What the page knows of a model."""
+    title = style_of(scheme).title
+    about = {"scheme": scheme, "name": name, "short": title, "title": f"{title} ({name})", "rate": rate, "depth": 8}
+    return about | {"spec": {"width": 128}} | others
+
+
+@pytest.mark.parametrize(
+    ("models", "offered"),
+    [
+        ([("bhyt", 0.004), ("lns", 0.004), ("pre_rmsnorm", 0.004), ("dyt", 0.008)],
+         ["Pre-LN and LNS, rate 0.004", "Pre-LN and BHyT, rate 0.004"]),
+        ([("lns", 0.004), ("lns", 0.004)], ["LNS (0) and LNS (1), rate 0.004"]),
+        ([("lns", 0.004), ("lns", 0.002), ("bhyt", 0.002)], ["LNS and BHyT, rate 0.002"]),
+        ([("lns", 0.004), ("bhyt", 0.002)], []),
+        ([("lns", None), ("bhyt", None)], []),
+    ],
+)  # fmt: skip
+def test_models_of_one_rate_are_offered_in_pairs_under_names_that_tell_them_apart(models, offered):
+    made = labelled([trained_at(rate, scheme, str(at)) for at, (scheme, rate) in enumerate(models)])
+    assert [pair["label"] for pair in pairs_of(made)] == offered
+    assert len({model["label"] for model in made}) == len(made)
+    other = [model | {"depth": 4 + at} for at, model in enumerate(made)]
+    assert pairs_of(other) == []
+
+
+def test_passages_are_what_their_names_say():
+    truth = Tokenizer.from_file(str(model_folder("bhyt-d8") / "tokenizer.json"))
+    blocks = normlab.load_held_out("bhyt-d8")
+    texts = {name: truth.decode(blocks[at, start:].tolist()).strip() for name, (at, start) in PASSAGES.items()}
+    begins = {
+        "a docstring": "def find_dynamicsymbols(",
+        "a loop": "core_set = set(core)\n        for outer_n in outer:",
+        "prose": "Wrapper functions to more user-friendly calling",
+        "a function": "def findcommonblocks(",
+        "examples": ">>> nx.is_valid_degree_sequence",
+        "imports": "from pandas.core.dtypes.dtypes import (",
+    }
+    assert {name: text[: len(begins[name])] for name, text in texts.items()} == begins
+
+
+PLACES = "() => [...document.querySelectorAll('h2, .panel .text')].map(part => part.getBoundingClientRect().top)"
+
+
+def test_a_pair_shares_its_axes_and_the_bars_stay_under_a_change(site, chromium):
+    with page_of(chromium) as (page, errors):
+        held: list[Any] = []
+        page.route("**/*-d8.js", lambda weights: held.append(weights))
+        page.goto(site.as_uri() + "#step=none")
+        page.wait_for_selector(".panel.loading .text span")
+        assert "rate 0.002 · held-out loss 3.244" in page.locator(".panel .facts").first.inner_text()
+        places = page.evaluate(PLACES)
+        for weights in held:
+            weights.continue_()
+        wait_for_costs(page)
+        page.wait_for_function("() => document.querySelectorAll('.panel .cost:not(.stale) .bar').length === 16")
+        page.evaluate(COUNT)
+        assert page.evaluate(PLACES) == places  # nothing has jumped
+        assert page.locator(".pairs button[aria-pressed=true]").inner_text().endswith("rate 0.002")
+        ticks = "part => [...document.querySelectorAll(part + ' .tick[text-anchor=end]')].map(tick => tick.textContent)"
+        for part in (".profile", ".cost"):
+            shown = page.evaluate(ticks, part)
+            assert len(shown) > 4 and shown[: len(shown) // 2] == shown[len(shown) // 2 :]
+        bars = "[...document.querySelectorAll('.cost .bar')].map(bar => [bar.y, bar.height].map(x => x.baseVal.value))"
+        before = page.evaluate(bars)
+        assert page.locator(".cost .dot").count() == 0
+        press(page, page.get_by_role("slider", name="block, block 1"), "Home")
+        # Eight in each, and one in each legend.
+        page.wait_for_function("() => document.querySelectorAll('.cost:not(.stale) .dot').length === 18")
+        assert page.evaluate(bars) == before
+        shown = page.locator(".cost svg").first.get_attribute("aria-label")
+        trained, changed = (part.partition(": ")[2].split(", ") for part in shown.split(". ", 1)[1].split("; "))
+        assert float(trained[0]) > 2 and changed[0] == "0"  # it is skipped already
+        assert not errors
+
+
+# Labels of charts beyond their drawing, and options longer than their select.
+CUT = """() => [...document.querySelectorAll('svg text')].filter(text => {
+    const box = text.getBoundingClientRect(), drawing = text.closest('svg').getBoundingClientRect();
+    return box.left < drawing.left - 1 || box.right > drawing.right + 1;
+}).concat([...document.querySelectorAll('select')].flatMap(select => [...select.options].filter(option => {
+    const pen = document.createElement('canvas').getContext('2d');
+    pen.font = getComputedStyle(select).font;
+    return pen.measureText(option.text).width > select.clientWidth - 30;
+}))).map(part => part.textContent)"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
 def test_it_fits_a_phone_and_follows_a_dark_page(site, chromium, width):
     with page_of(chromium, width=width, height=844, color_scheme="dark") as (page, errors):
         page.goto(site.as_uri() + "#model=bhyt-d8&all=gain:0.5")
         wait_for_costs(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(CUT) == []
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
         assert page.get_by_role("button", name="γ").get_attribute("aria-pressed") == "true"
         assert not errors

@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 from browser_helpers import page_of
-from figures_helpers import SCHEMES, configs_of, empty, table
+from figures_helpers import SCHEMES, configs_of, empty, profile, table, two_rates
 
 from normlab.analysis.profiles import Profiles, View
 from normlab.errors import NormlabError
@@ -58,7 +58,7 @@ def shown_at(view: dict[str, Any], step: int, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("log", [False, True])
 def test_every_frame_is_what_the_explorer_draws(way, log):
     profiles = Profiles(noisy(), configs_of(noisy()))
-    found = page_data(profiles)["views"][f"block_out|token_l2_mean|all|4|{way}"]
+    found = page_data(profiles)["views"][f"block_out|token_l2_mean|all|4|best|{way}"]
     view = View("token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), **WAYS[way])
     for place, step in enumerate(found["steps"]):
         drawn = go.Figure(plain(drawing(profiles, replace(view, step=step), PlotOptions(log=log, theory=True))))
@@ -82,7 +82,7 @@ def test_every_frame_is_what_the_explorer_draws(way, log):
 
 
 def test_the_axis_of_ratios_is_logarithmic_and_so_is_the_range_that_fits_some_lines():
-    view = page_data(Profiles(table()))["views"]["block_out|token_l2_mean|all|4|pre_rmsnorm"]
+    view = page_data(Profiles(table()))["views"]["block_out|token_l2_mean|all|4|best|pre_rmsnorm"]
     assert view["axes"]["linear"]["type"] == "log"
     low, high = view["ranges"]["bhyt"]
     ratios = [y for frame in range(3) for y in shown_at(view, view["steps"][frame], "bhyt")["y"]]
@@ -97,6 +97,8 @@ def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[An
         page.on("request", lambda request: requests.append(request.url))
         page.goto(path.as_uri())
         page.wait_for_selector(".js-plotly-plot .main-svg")
+        assert not page.locator("[name=mask]").is_visible() and not page.locator("[name=rate]").is_visible()
+        page.locator("[name=more]").click()
         until(page, "querySelector('.main-svg').clientWidth === document.querySelector('.plot').clientWidth")
         yield page
         assert errors == [] and [url for url in requests if not url.startswith("file:")] == []
@@ -155,11 +157,11 @@ def test_a_page_of_many_schemes_opens_with_the_short_list(page, tmp_path):
         names = own.evaluate(f"() => {PLOT}.data.map(trace => trace.name)")
         assert set(names) == {style_of(name).title for name in tagged("short")}
         assert not own.locator(".scheme input[value=keel]").is_visible()
-        own.locator("details summary").click()
-        assert own.locator("details").inner_text().startswith("5 further schemes")
+        own.locator("[name=more]").click()
+        assert own.locator(".families .scheme").count() == 5
         own.locator(".scheme input[value=keel]").check()
         until(own, "data.some(trace => trace.name === 'Keel')")
-    assert page.locator("details").is_hidden()
+    assert page.locator(".families .scheme").count() == 0
 
 
 def test_every_control_of_the_page_answers_the_keyboard(page):
@@ -191,6 +193,39 @@ def test_every_control_of_the_page_answers_the_keyboard(page):
     for kind in ("log", "linear"):
         press("[name=log]")
         until(page, f"layout.yaxis.type === '{kind}'")
+
+
+SHARED = """() => {
+    const plots = [...document.querySelectorAll('.plot')];
+    const [first, second] = plots.map(plot => plot.layout?.yaxis.range.join());
+    return plots.length === 2 && first === second && plots.every(plot => plot.querySelector('.gtitle'));
+}"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_rate_has_a_slider_and_a_second_view_differs_on_the_same_axis(tmp_path, page, width):
+    path = explorer_page(two_rates(), tmp_path / "explorer.html")
+    with page.context.browser.new_page(viewport={"width": width, "height": 800}) as own:
+        own.goto(path.as_uri())
+        own.wait_for_selector(".js-plotly-plot .main-svg")
+        rows = own.evaluate("[...document.querySelectorAll('.what, .moves')].map(row => row.clientHeight)")
+        assert width == 390 or max(rows) < 50  # two rows of controls
+        slide(own, "rate", "End")
+        until(own, "layout.title.text.includes('rate 0.003')")
+        if width == 1280:  # on a phone the names stand below, and lines have their schemes' titles
+            wait_for(own, "bhyt", 2 * np.array(profile("bhyt", 4, 20)))
+        own.wait_for_url("**rate=0.003**")
+        assert "Pre-LN: not trained at learning rate 0.003" in own.locator(".remarks").inner_text()
+        own.locator("[name=compare]").click()
+        own.wait_for_function(SHARED)
+        depths = own.evaluate("[...document.querySelectorAll('[name=depth]')].map(slider => slider.ariaValueText)")
+        assert depths == ["4", "2"] and own.locator("[name=rate]").last.is_hidden()
+        boxes = [own.locator(".plot").nth(at).bounding_box() for at in (0, 1)]
+        assert (boxes[0]["y"] == boxes[1]["y"]) == (width == 1280)
+        for box, title in zip(boxes, own.locator(".gtitle").all(), strict=True):  # whole
+            text = title.bounding_box()
+            assert box["x"] <= text["x"] and text["x"] + text["width"] <= box["x"] + box["width"]
+        assert own.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_an_axis_fits_the_lines_that_are_left(page):

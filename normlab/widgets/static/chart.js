@@ -7,12 +7,15 @@ function niceStep(span) {
   return [1, 2, 5, 10].map(factor => factor * power).find(step => span / step <= 4) ?? power;
 }
 
-/* chart(element, { title, y, xs, width, lines: [{ name, values, color, dash }], bars: { name, values, color } })
-   A value of null is a gap. `percent`: the axis counts shares. */
-function chart(element, { title, y, xs, width, lines = [], bars = null, percent = false }) {
-  const series = bars ? [bars] : lines, box = { left: 46, right: bars ? 12 : 92, top: 14, bottom: 38 };
-  const values = series.flatMap(one => one.values).filter(Number.isFinite);
-  const low = Math.min(0, ...values), high = Math.max(...values, low + (percent ? 0.01 : 0.1));
+/* The values that a chart's axis fits: those of its lines, or of its bars. */
+const fitted = ({ lines = [], bars = null }) => (bars ? [bars] : lines).flatMap(one => one.values).filter(Number.isFinite);
+
+/* chart(element, { title, y, xs, width, lines: [{ name, values, color, dash }], bars: { name, values, color }, dots: { name, values } }, fits)
+   A value of null is a gap. `percent`: the axis counts shares. `fits`: the values that the axis has room for. A dot is a mark over a
+   bar, and lies at the axis' end where it is beyond. */
+function chart(element, { title, y, xs, width, lines = [], bars = null, dots = null, percent = false }, fits) {
+  const series = bars ? [bars, ...(dots ? [dots] : [])] : lines, box = { left: 46, right: bars ? 12 : 92, top: bars ? 30 : 14, bottom: 38 };
+  const low = Math.min(0, ...fits), high = Math.max(...fits, low + (percent ? 0.01 : 0.1));
   const step = niceStep(high - low), top = Math.ceil(high / step) * step;
   const inner = width - box.left - box.right, pad = bars ? 0.5 : 0;
   const px = x => box.left + inner * (x - xs[0] + pad) / (xs.at(-1) - xs[0] + 2 * pad || 1);
@@ -31,6 +34,14 @@ function chart(element, { title, y, xs, width, lines = [], bars = null, percent 
     const left = px(xs[place]) - slot / 2 + 1, [upper, lower] = [py(Math.max(value, 0)), py(Math.min(value, 0))];
     parts.push(`<rect class="bar" fill="${bars.color}" x="${left}" y="${upper}" width="${Math.max(slot - 2, 1)}" height="${Math.max(lower - upper, 1)}" rx="2"/>`);
   });
+  dots?.values.forEach((value, place) => {
+    if (!Number.isFinite(value)) return;
+    const within = Math.max(low, Math.min(value, top)), x = px(xs[place]), y = py(within), up = value > top ? -6 : 6;
+    parts.push(value === within ? `<circle class="dot" cx="${x}" cy="${y}" r="4.5"/>`
+      : `<path class="dot" d="M${x - 5} ${y}h10l-5 ${up}z"/>`);
+  });
+  if (dots) parts.push(`<rect fill="${bars.color}" x="${box.left}" y="5" width="10" height="10" rx="2"/><text class="tick" x="${box.left + 15}" y="14">${escapeText(bars.name)}</text>`,
+                       `<circle class="dot" cx="${box.left + 100}" cy="10" r="4.5"/><text class="tick" x="${box.left + 110}" y="14">${escapeText(dots.name)}</text>`);
   for (const { values, color, dash } of lines) {
     const path = values.map((value, place) => {
       const pen = Number.isFinite(values[place - 1]) ? "L" : "M";

@@ -1,5 +1,5 @@
 /* The explorer in a notebook: the kernel draws a view when it is first asked for. */
-const TRAITS = ["metric", "site", "mask", "way", "depth", "step", "schemes", "band", "log", "theory", "published"];
+const TRAITS = ["metric", "site", "mask", "way", "depth", "step", "rate", "schemes", "band", "log", "theory", "published"];
 const AHEAD_MS = 400;
 
 export default widgetOf(Object.fromEntries(TRAITS.map(name => [name, name])), (root, host, model) => {
@@ -18,9 +18,10 @@ export default widgetOf(Object.fromEntries(TRAITS.map(name => [name, name])), (r
   };
   const write = state => {
     host.write();
-    clearTimeout(ahead); // what the depth slider shows next
+    clearTimeout(ahead); // what the sliders of depth and rate show next
     ahead = setTimeout(() => {
-      for (const depth of data.depths) view([state.site, state.metric, state.mask, depth, state.way].join("|"), state.theory);
+      for (const depth of data.depths) view(viewKey(data, { ...state, depth }), state.theory);
+      for (const [, rate] of data.rates[state.depth]) view(viewKey(data, { ...state, rate }), state.theory);
     }, AHEAD_MS);
   };
   const page = explorer(root, data, { ...host, Plotly: library(model), write, view });

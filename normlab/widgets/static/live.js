@@ -1,7 +1,8 @@
 /* The page that runs models: controls, charts and the tour.
 
    live(root, data, host)
-     data   { models: [{ name, title, colors, depth, traits, spec }], passages, tokenizer or vocabulary, kernel, tour }
+     data   { models: [{ name, title, label, colors, depth, traits, spec, rate, held_out }], pairs: [{ label, model, against }],
+              passages: [{ tokens, name }], tokenizer or vocabulary, kernel, tour }
      host   { read() -> state, write(state), weights(name) -> bytes, engine?(model) }: a page's address, or a widget's traits
    A state is { model, against, text, at, change, step, field }; what it leaves out has its default. */
 const FIELDS = {
@@ -85,55 +86,69 @@ function tidy({ layers = {}, ...all }) {
   return { ...every, ...(rest.length ? { layers: Object.fromEntries(rest) } : {}) };
 }
 
-/* One model's answers: its loss, charts, text and next tokens. */
+/* One model's answers: its loss, charts, text and next tokens. Grey boxes stand for them until it has answered. */
 class Panel {
   constructor(model, data, choose) {
-    Object.assign(this, { model, data, choose, before: null, now: null, costs: [] });
+    Object.assign(this, { model, data, choose, before: null, now: null, trained: null, costs: null, known: false });
     const part = (name, tag = "div") => (this[name] = element(tag, { className: name }));
-    this.root = element("section", { className: "panel", ariaLabel: model.title }, part("head"),
+    this.root = element("section", { className: "panel loading", ariaLabel: model.title }, part("head"),
       element("div", { className: "charts" }, part("profile"), part("cost"), element("div", {}, element("h3", { textContent: "next token" }),
         element("p", { className: "unit", textContent: "probability; grey: as trained" }), part("next")), part("share")),
       element("div", {}, element("h3", { textContent: "loss by token" }),
         element("p", { className: "unit", textContent: "darker: more nats; underlined: at least 1 more than as trained. Choose a token to see what follows." }), part("text")));
+    this.share.hidden = !model.traits.includes("slope");
+    const facts = [model.rate != null && `learning rate ${model.rate}`, model.held_out != null && `held-out loss ${model.held_out.toFixed(3)}`].filter(Boolean);
+    this.head.append(element("h2", { textContent: model.title }), ...(facts.length ? [element("p", { className: "facts", textContent: facts.join(" · ") })] : []),
+      part("loss", "p"));
+    this.loss.textContent = "loading…";
   }
 
   async begin(host) {
-    this.head.innerHTML = `<h2>${escapeText(this.model.title)}</h2><p class="loss">loading…</p>`;
     this.engine = host.engine?.(this.model) ?? engineOf(this.model.spec, await host.weights(this.model.name), this.data.kernel);
     await this.engine.loaded;
   }
 
-  async ask(tokens, change, at) {
-    const answer = await this.engine.ask(tokens, change, at), number = value => value ?? NaN; // JSON has no NaN
+  async ask(change, at) {
+    this.asked = JSON.stringify(change);
+    const answer = await this.engine.ask(this.tokens, change, at), number = value => value ?? NaN; // JSON has no NaN
     return Array.isArray(answer.losses) ? { ...answer, loss: number(answer.loss), losses: answer.losses.map(number), logits: answer.logits.map(number) } : answer;
   }
 
-  async read(tokens, at) {
-    this.before = { ...(await this.ask(tokens, {}, at)), at };
-    this.tokens = tokens;
-    this.writeText(at);
+  async read(at) {
+    this.before = { ...(await this.ask({}, at)), at };
+    this.known = false; // the costs shown are of another text
   }
 
   async answer(change, at) {
-    if (this.before.at !== at) this.before = { ...this.before, logits: (await this.ask(this.tokens, {}, at)).logits, at };
+    if (!this.before) await this.read(at);
+    if (this.before.at !== at) this.before = { ...this.before, logits: (await this.ask({}, at)).logits, at };
     const start = performance.now();
-    this.now = await this.ask(this.tokens, change, at);
+    this.now = await this.ask(change, at);
     this.took = performance.now() - start;
-    this.stale = true; // until they are measured again
-    this.draw(change);
+    this.stale = !this.known || differs(change); // until they are measured again
+    if (!differs(change)) this.costs = null;
   }
 
-  /* What each block's removal adds to the loss: one block a call, while nothing else is asked. */
-  async removal(layer) {
-    const cost = (await this.engine.without(layer)) - this.now.loss;
-    if (layer === 1) this.fresh = [];
-    this.fresh[layer - 1] = cost;
-    if (layer === this.model.depth) [this.costs, this.stale] = [this.fresh, false];
+  /* What each block's removal adds to the loss, as trained and under the change: one block a call, until something else is asked. */
+  async measure(change, stopped) {
+    const added = async (under, { loss, at }) => {
+      if (this.asked !== JSON.stringify(under)) await this.ask(under, at);
+      const costs = [];
+      while (costs.length < this.model.depth && !stopped()) costs.push((await this.engine.without(costs.length + 1) ?? NaN) - loss);
+      return stopped() ? null : costs;
+    };
+    if (!this.known) this.trained = await added({}, this.before) ?? this.trained;
+    this.known ||= !stopped();
+    if (differs(change) && !stopped()) this.costs = await added(change, { ...this.now, at: this.before.at }) ?? this.costs;
+    this.stale = stopped();
   }
 
-  writeText(at) {
+  /* Another text: shown at once, whatever the model is still to say of it. */
+  write(tokens, at) {
+    if (String(this.tokens) === String(tokens)) return this.mark(at);
+    [this.tokens, this.before, this.now, this.costs] = [tokens, null, null, null];
     const word = token => this.data.words?.decode(token) ?? `#${token} `;
-    this.text.replaceChildren(...this.tokens.map((token, place) => element("span", {
+    this.text.replaceChildren(...tokens.map((token, place) => element("span", {
       textContent: word(token).replaceAll("\n", "⏎\n"), onclick: () => this.choose(place),
     })));
     this.text.tabIndex = 0;
@@ -154,24 +169,36 @@ class Panel {
     return `var(--model, ${this.model.colors.light})`;
   }
 
-  draw(change) {
-    const { before, now, color } = this, changes = differs(change), gap = now.loss - before.loss;
+  /* What the charts show, by name. */
+  charts(changes) {
+    const { before, now, color, costs, trained } = this;
+    const was = values => (changes ? [{ name: "as trained", values, color: "var(--soft)", dash: "5 4" }] : []);
+    const layers = now.sizes.map((_, layer) => layer), blocks = layers.slice(1);
+    const shares = [...was(before.shares.attn), { name: "attention", values: now.shares.attn, color }, { name: "MLP", values: now.shares.mlp, color, dash: "9 3 2 3" },
+                    { name: "bound", values: now.bounds.attn, color: "var(--ink)", dash: "1 4" }].filter(({ values }) => values.some(Number.isFinite));
+    return {
+      profile: { title: "size of the residual stream", y: "mean L2 norm of a token", xs: layers,
+                 lines: [...was(before.sizes), { name: "now", values: now.sizes, color, label: changes }] },
+      cost: { title: "what each block is worth", y: "nats a token lost without it", xs: blocks,
+              bars: { name: "as trained", values: trained ?? blocks.map(() => null), color }, dots: changes ? { name: "as changed", values: costs ?? [] } : null },
+      share: { title: now.bounds.attn.some(Number.isFinite) ? "share of tanh inputs beyond λ" : "share of flat tanh inputs", y: "of all inputs at a site", xs: blocks,
+               percent: true, lines: shares },
+    };
+  }
+
+  draw(charts, fits, changes) {
+    const { before, now } = this, gap = now.loss - before.loss;
+    this.root.classList.remove("loading");
     const loss = value => (Number.isFinite(value) ? value.toFixed(3) : "not finite");
     const delta = `<b class="${gap > 0.0005 ? "worse" : ""}">${gap < 0 ? "−" : "+"}${Math.abs(gap).toFixed(3)}</b>`;
     const guess = this.model.spec ? `; a guess costs ${Math.log(this.model.spec.vocab).toFixed(1)}` : "";
-    this.head.querySelector(".loss").innerHTML = `loss <b>${loss(now.loss)}</b>${changes && Number.isFinite(gap) ? ` ${delta}` : ""}
+    this.loss.innerHTML = `loss <b>${loss(now.loss)}</b>${changes && Number.isFinite(gap) ? ` ${delta}` : ""}
       <small>nats a token${changes ? `; as trained ${loss(before.loss)}` : ", as trained"}${guess}</small>`;
-    const was = values => (changes ? [{ name: "as trained", values, color: "var(--soft)", dash: "5 4" }] : []);
-    const layers = now.sizes.map((_, layer) => layer);
-    this.width = this.profile.clientWidth || 320; // asked once: each answer after a drawing costs a layout of the page
-    chart(this.profile, { title: "size of the residual stream", y: "mean L2 norm of a token", xs: layers, width: this.width,
-                          lines: [...was(before.sizes), { name: "now", values: now.sizes, color, label: changes }] });
-    const shares = [...was(before.shares.attn), { name: "attention", values: now.shares.attn, color }, { name: "MLP", values: now.shares.mlp, color, dash: "9 3 2 3" },
-                    { name: "bound", values: now.bounds.attn, color: "var(--ink)", dash: "1 4" }].filter(({ values }) => values.some(Number.isFinite));
-    const title = now.bounds.attn.some(Number.isFinite) ? "share of tanh inputs beyond λ" : "share of flat tanh inputs";
-    this.share.hidden = !shares.length;
-    if (shares.length) chart(this.share, { title, y: "of all inputs at a site", xs: layers.slice(1), width: this.width, percent: true, lines: shares });
-    this.drawCosts();
+    const width = this.profile.clientWidth || 320; // asked once: each answer after a drawing costs a layout of the page
+    this.share.hidden = !charts.share.lines.length;
+    this.cost.classList.toggle("stale", this.stale);
+    this.cost.classList.toggle("other", !this.known);
+    for (const [name, shown] of Object.entries(charts)) if (!this[name].hidden) chart(this[name], { ...shown, width }, fits[name]);
     const most = 8; // nats at which a token is as dark as it gets
     [...this.text.children].forEach((word, place) => {
       const nats = place ? now.losses[place - 1] : 0, old = place ? before.losses[place - 1] : 0;
@@ -180,13 +207,6 @@ class Panel {
       word.title = place ? `${nats.toFixed(2)} nats${changes ? `, as trained ${old.toFixed(2)}` : ""}` : "the first token is not predicted";
     });
     this.drawNext();
-  }
-
-  drawCosts() {
-    const blocks = this.before.sizes.slice(1).map((_, place) => place + 1);
-    this.cost.classList.toggle("stale", this.stale);
-    chart(this.cost, { title: "what each block is worth", y: "nats a token lost without it", xs: blocks, width: this.width,
-                       bars: { name: "cost", values: blocks.map(block => this.costs[block - 1] ?? null), color: this.color } });
   }
 
   drawNext() {
@@ -209,8 +229,11 @@ function live(root, data, host) {
   data.words = data.tokenizer ? bytePairs(data.tokenizer) : data.vocabulary && { decode: token => data.vocabulary[token] };
   const names = data.models.map(model => model.name), byName = Object.fromEntries(data.models.map(model => [model.name, model]));
   const has = (model, need) => !need || model.traits.includes(need);
-  const START = { model: names[0], against: "", text: 0, at: null, change: {}, step: data.tour ? 0 : null, field: "block" };
-  let state = { ...START, ...host.read() };
+  const [pair = { model: names[0], against: "" }] = data.pairs;
+  const START = { model: pair.model, against: pair.against, text: 0, at: null, change: {}, step: data.tour ? 0 : null, field: "block" };
+  const alone = model => (model === START.model ? START.against : ""); // with what a model is compared where nothing is said
+  const begun = ({ ...told }) => ({ ...START, against: alone(told.model ?? START.model), ...told });
+  let state = begun(host.read());
   if (!byName[state.model]) state.model = names[0];
   if (!byName[state.against]) state.against = "";
   state.change = tidy(state.change);
@@ -222,7 +245,11 @@ function live(root, data, host) {
     ui[name] = element("select", { name }, ...options.map(([value, text]) => new Option(text, value)));
     return ui[name];
   };
-  const excerpt = tokens => (data.words ? tokens.slice(0, 14).map(data.words.decode).join("").replace(/\s+/g, " ").trim().slice(0, 34) + "…" : `row of ${tokens.length} tokens`);
+  const excerpt = tokens => { // from a line's start, where there is one
+    if (!data.words) return `row of ${tokens.length} tokens`;
+    const text = tokens.map(data.words.decode).join(""), line = text.slice(text.indexOf("\n") + 1).trim() || text;
+    return line.replace(/\s+/g, " ").slice(0, 34) + "…";
+  };
 
   ui.tour = element("section", { className: "tour", ariaLabel: "tour" });
   ui.fields = element("div", { className: "fields", role: "group", ariaLabel: "what to change" });
@@ -233,19 +260,24 @@ function live(root, data, host) {
   ui.guide = element("button", { type: "button", textContent: "tour", onclick: () => set({ step: 0 }) });
   ui.status = element("p", { className: "status", role: "status" });
   ui.panels = element("div", { className: "panels" });
-  const texts = data.passages.map((tokens, place) => [place, `${place + 1}: ${excerpt(tokens)}`]);
-  root.replaceChildren(element("div", { className: "layout" }, ui.tour, element("section", { className: "controls", ariaLabel: "controls" },
-    element("div", { className: "row" }, labelled("model", chosen("model", data.models.map(({ name, title }) => [name, title]))),
-      ...(names.length > 1 ? [labelled("compare with", chosen("against", [["", "no other"], ...data.models.map(({ name, title }) => [name, title])]))] : []),
+  ui.rates = element("p", { className: "unit rates" });
+  ui.pairs = element("div", { className: "fields pairs", role: "group", ariaLabel: "pairs of models at one learning rate", hidden: !data.pairs.length },
+    ...data.pairs.map(({ label, model, against }) => element("button", { type: "button", textContent: label, onclick: () => set({ model, against }) })));
+  const texts = data.passages.map(({ tokens, name }, place) => [place, name ?? `${place + 1}: ${excerpt(tokens)}`]);
+  const models = data.models.map(({ name, label }) => [name, label]);
+  root.replaceChildren(element("div", { className: "layout" }, ui.tour, element("section", { className: "controls", ariaLabel: "controls" }, ui.pairs,
+    element("div", { className: "row" }, labelled("model", chosen("model", models)),
+      ...(names.length > 1 ? [labelled("compare with", chosen("against", [["", "no other"], ...models]))] : []),
       labelled("reads", chosen("text", [...texts, ...(data.tokenizer ? [["own", "a text of your own"]] : [])]))),
-    ui.own, ui.fields, ui.about, ui.bank, element("div", { className: "row" }, ui.reset, ui.guide, ui.status)), ui.panels));
+    ui.own, ui.fields, ui.about, ui.bank, element("div", { className: "row" }, ui.reset, ui.guide, ui.status)), ui.rates, ui.panels));
 
   /* --- state: one way in --- */
   function set(changes, { quiet = false } = {}) {
     const old = state;
     state = { ...state, ...changes };
     state.change = tidy(state.change);
-    if (!quiet) host.write(Object.fromEntries(Object.entries(state).filter(([name, value]) => JSON.stringify(value) !== JSON.stringify(START[name]))));
+    const usual = { ...START, against: alone(state.model) };
+    if (!quiet) host.write(Object.fromEntries(Object.entries(state).filter(([name, value]) => JSON.stringify(value) !== JSON.stringify(usual[name]))));
     showControls();
     if (old.step !== state.step) showTour();
     work();
@@ -253,13 +285,15 @@ function live(root, data, host) {
   const current = () => [state.model, state.against].filter((name, place, all) => name && all.indexOf(name) === place).map(name => byName[name]);
   const tokensNow = () => {
     if (typeof state.text === "string" && data.tokenizer) return data.words.encode(state.text).slice(0, Math.min(...current().map(model => model.length)));
-    return data.passages[state.text] ?? data.passages[0];
+    return (data.passages[state.text] ?? data.passages[0]).tokens;
   };
 
   function showControls() {
     const depth = Math.max(...current().map(model => model.depth)), own = typeof state.text === "string";
     [ui.model.value, ui.text.value] = [state.model, own ? "own" : state.text];
     if (ui.against) ui.against.value = state.against;
+    data.pairs.forEach(({ model, against }, place) => { ui.pairs.children[place].ariaPressed = model === state.model && against === state.against; });
+    ui.rates.textContent = new Set(current().map(model => model.rate)).size > 1 ? "These models were trained at different learning rates: their sizes do not compare." : "";
     ui.own.hidden = !own;
     if (own && document.activeElement !== ui.own) ui.own.value = state.text;
     const possible = Object.entries(FIELDS).filter(([, { needs }]) => current().some(model => has(model, needs))).map(([name]) => name);
@@ -315,7 +349,7 @@ function live(root, data, host) {
     if (!shown) return ui.tour.replaceChildren();
     const place = Math.min(state.step, steps.length - 1), { title, say, act, needs, change } = steps[place];
     const button = (text, options) => element("button", { type: "button", textContent: text, ...options });
-    const able = has(byName[state.model], needs) ? state.model : names.find(name => has(byName[name], needs));
+    const able = current().some(model => has(model, needs)) ? state.model : names.find(name => has(byName[name], needs));
     replaceButtons(ui.tour,
       element("p", { className: "count", textContent: `${place + 1} of ${steps.length}` }), element("h2", { textContent: title }), element("p", { textContent: say }),
       element("div", { className: "row" }, button(act, { className: "primary", onclick: () => set({ model: able, change, field: Object.keys(change.layers?.[1] ?? change)[0] }) }),
@@ -345,18 +379,18 @@ function live(root, data, host) {
   }
   async function measureCosts() {
     try {
-      await measureEach();
+      const { change } = state;
+      await Promise.all([...panels.values()].map(panel => panel.measure(change, () => busy || closed)));
+      if (!busy && !closed) draw();
     } catch (error) {
       ui.status.textContent = error.message;
     }
   }
-  async function measureEach() {
-    const shown = [...panels.values()], deepest = Math.max(...shown.map(({ model }) => model.depth));
-    for (let layer = 1; layer <= deepest; layer++) {
-      await Promise.all(shown.filter(({ model }) => layer <= model.depth).map(panel => panel.removal(layer)));
-      if (busy || closed) return;
-    }
-    for (const panel of shown) panel.drawCosts();
+  /* All that have answered, on the same axes. */
+  function draw() {
+    const changes = differs(state.change), shown = [...panels.values()].filter(panel => panel.now).map(panel => ({ panel, charts: panel.charts(changes) }));
+    const fits = Object.fromEntries(["profile", "cost", "share"].map(name => [name, shown.flatMap(({ charts }) => fitted(charts[name]))]));
+    for (const { panel, charts } of shown) panel.draw(charts, fits, changes);
   }
   async function answer() {
     const models = current(), tokens = tokensNow(), { change } = state;
@@ -370,30 +404,28 @@ function live(root, data, host) {
       return;
     }
     const at = Math.min(state.at ?? tokens.length - 1, tokens.length - 1);
-    await Promise.all(models.map(async model => {
-      let panel = panels.get(model.name);
-      if (!panel) {
-        panel = new Panel(model, data, place => set({ at: place }));
-        panels.set(model.name, panel);
-        panel.root.style.setProperty("--light", model.colors.light);
-        panel.root.style.setProperty("--dark", model.colors.dark);
-        try {
-          await panel.begin(host);
-        } catch (error) { // the next move tries again
-          panels.delete(model.name);
-          throw error;
-        }
-      }
-      if (String(panel.tokens) !== String(tokens)) await panel.read(tokens, at);
-      else panel.mark(at);
-      await panel.answer(change, at);
-    }));
-    const order = models.map(model => panels.get(model.name).root);
-    if (order.some((panel, place) => ui.panels.children[place] !== panel)) {
-      ui.panels.replaceChildren(...order);
-      for (const panel of panels.values()) panel.draw(change); // with its width
+    for (const model of models) if (!panels.has(model.name)) {
+      const panel = new Panel(model, data, place => set({ at: place }));
+      panels.set(model.name, panel);
+      panel.root.style.setProperty("--light", model.colors.light);
+      panel.root.style.setProperty("--dark", model.colors.dark);
     }
-    const [first] = panels.values();
+    const shown = models.map(model => panels.get(model.name));
+    if (shown.some(({ root }, place) => ui.panels.children[place] !== root)) ui.panels.replaceChildren(...shown.map(panel => panel.root));
+    await Promise.all(shown.map(async panel => {
+      panel.write(tokens, at);
+      try {
+        if (!panel.engine) await panel.begin(host);
+      } catch (error) { // the next move tries again
+        panel.engine = null;
+        panel.loss.textContent = "not loaded";
+        throw error;
+      }
+      await panel.answer(change, at);
+      if (panel.root.classList.contains("loading")) draw(); // while another still loads
+    }));
+    draw();
+    const [first] = shown;
     ui.status.textContent = `${tokens.length} tokens; ${first.now.computed ?? "all"} of ${first.model.depth} blocks computed in ${Math.round(first.took)} ms`;
     root.dispatchEvent(new CustomEvent("answered"));
   }
@@ -407,13 +439,13 @@ function live(root, data, host) {
     clearTimeout(typing);
     typing = setTimeout(() => set({ text: ui.own.value, at: null }), 250);
   });
-  const sized = new ResizeObserver(() => { for (const panel of panels.values()) if (panel.now) panel.draw(state.change); });
+  const sized = new ResizeObserver(draw);
   sized.observe(ui.panels);
   showControls();
   showTour();
   work();
   return {
-    set: changes => set(changes, { quiet: true }), state: () => state, start: START,
+    set: changes => set(changes, { quiet: true }), begin: told => set(begun(told), { quiet: true }), state: () => state,
     close() {
       closed = true;
       clearTimeout(rest);

@@ -41,6 +41,6 @@ read.then(data => {
   const page = live(root, data, { read: readState, write: writeState, weights });
   addEventListener("hashchange", () => {
     written = readAddress();
-    page.set({ ...page.start, ...readState() });
+    page.begin(readState());
   });
 });

@@ -18,7 +18,7 @@ function plotter(Plotly, element, clicked = () => {}) {
   async function draw(figure) {
     const { react, relayout, animate, Plots } = await Plotly;
     const now = keepsItsLayout(figure) ? outline(figure) : {}; // which equals nothing
-    if (now !== frame) {
+    if (now !== frame || width !== element.clientWidth) {
       frame = null;
       await react(element, figure.data, figure.layout, CONFIG);
       if (listening && width !== element.clientWidth) await Plots.resize(element); // plotly keeps its first width
@@ -54,9 +54,7 @@ function plotter(Plotly, element, clicked = () => {}) {
     },
     /* The element may have another width: drawn anew, and for the first time once it has any. */
     resize() {
-      if (!element.clientWidth || !last || (element.clientWidth === width && !wanted)) return; // wanted: set while hidden
-      frame = null;
-      this.show(last);
+      if (last && (element.clientWidth !== width || wanted)) this.show(last); // wanted: set while hidden
     },
     remove() {
       wanted = last = null;
