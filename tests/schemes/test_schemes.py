@@ -11,7 +11,7 @@ from model_helpers import assert_bits, assert_near, every_scheme, fresh_model, l
 import normlab
 from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
 from normlab.norms import BHyT, LayerNorm, RMSNorm
-from normlab.schemes import TAGS, NormSite, get_scheme, tagged
+from normlab.schemes import TAGS, NormSite, Sublayer, get_scheme, tagged
 
 
 def test_schemes_are_registered_under_their_names_and_no_two_are_called_alike():
@@ -80,6 +80,29 @@ def test_dyts_alpha_starts_by_width(width, attention, other):
     for place, expected in (("attn_in", attention), ("mlp_in", other), ("final", other)):
         alpha = get_scheme("dyt").norm(NormSite(place, 1, config)).alpha
         assert alpha.shape == (1,) and alpha.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("depth", "start"), [(12, 0.1), (18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6)])
+def test_layer_scale_starts_by_depth(depth, start):
+    row = get_scheme("layer_scale")
+    rule = row.residual(Sublayer("mlp", 2, tiny_config("layer_scale", num_hidden_layers=depth)))
+    assert rule.scale.unique().item() == pytest.approx(start)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_norms_kernel_gets_what_its_formula_has(scheme):
+    """The kernels' own formulas on a CPU, from the operands of a module, equal the module."""
+    x = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(0))
+    config = tiny_config(scheme, num_hidden_layers=4)
+    for place in ("attn_in", "mlp_in", "mlp_out", "final"):
+        norm = get_scheme(scheme).norm_at(NormSite(place, 3, config))
+        if getattr(norm, "kernel", None) is None:
+            continue
+        with torch.no_grad():
+            for number, parameter in enumerate(norm.parameters()):
+                parameter.add_(0.1 + 0.05 * number)
+            y = norm.kernel(x, *norm.operands(), kernels="torch")
+            assert_near(y[0] if isinstance(y, tuple) else y, norm(x), 1e-5)
 
 
 def test_dyts_alpha_starts_where_it_is_told_to_at_every_site():
