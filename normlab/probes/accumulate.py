@@ -6,7 +6,6 @@ A statistic is streamed as (count, mean, M2, max), merged by Chan's rule.
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
@@ -20,8 +19,8 @@ from normlab.probes import statistics
 from normlab.probes.block_trace import BlockTrace
 from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
-from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
-from normlab.probes.layout import features_last
+from normlab.probes.forward_call import Call, Place, Staged
+from normlab.probes.gradients import Arrivals, GradientHook
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32, without_autocast
 
@@ -207,9 +206,7 @@ class Measurer:
         needed = {metric.statistic for metric in metrics}
         self.statistics["activation"] = tuple(name for name in KIND_STATISTICS["activation"] if name in needed)
         self.branches: dict[Place, tuple[nn.Module, str]] = {}  # (kind, layer) -> whose output is added, and how
-        self._lock = threading.Lock()
-        # Gradients that are not merged yet; None for one that could not be measured.
-        self._arrived: list[tuple[Call, Sequence[Place | NormRead], Staged | None]] = []
+        self._arrivals = Arrivals()
 
     def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
         """Measure h itself, at a block's output or a norm's input."""
@@ -265,30 +262,15 @@ class Measurer:
                 return
             call.hooked = (x, x._version, places)  # a write in place makes it another tensor to autograd
 
-        def reduce(gradient: Tensor) -> None:
-            if call.loss_tokens is None:  # of a forward pass that was not whole
-                return
-            try:
-                with torch.no_grad(), without_autocast(gradient.device):
-                    view = features_last(gradient, channels_first, norm)
-                    norms = torch.linalg.vector_norm(at_least_float32(view), dim=-1) * call.loss_tokens
-                staged: Staged | None = Staged("gradient", where, norms.reshape(1, -1), tuple(view.shape))
-            except Exception as error:  # the backward pass goes on
-                call.absent[GRADIENTS] = f"{type(error).__name__}: {error}"
-                staged = None
-            with self._lock:
-                self._arrived.append((call, places, staged))
+        x.register_hook(GradientHook(self._arrivals, call, places, channels_first, norm))
 
-        x.register_hook(reduce)
-
-    def take_gradients(self) -> dict[Call, list[Staged]]:
-        """The gradients that have arrived since the last time, by call."""
-        with self._lock:
-            arrived, self._arrived = self._arrived, []
+    def take_gradients(self, with_open: bool) -> dict[Call, list[Staged]]:
+        """The gradients that have arrived since the last time, by call; `with_open`: those that may grow, too."""
         by_call: dict[Call, list[Staged]] = defaultdict(list)
-        for call, places, staged in arrived:
-            known = (place for where in places if (place := _place(where, is_gradient=True)) is not None)
-            by_call[call] += [] if staged is None else [staged._replace(where=place) for place in known]
+        for arrival in self._arrivals.take(with_open):
+            known = (place for where in arrival.places if (place := _place(where, is_gradient=True)) is not None)
+            staged = arrival.staged
+            by_call[arrival.call] += [] if staged is None else [staged._replace(where=place) for place in known]
         return by_call
 
     # -- norms ---------------------------------------------------------------------------------------------------

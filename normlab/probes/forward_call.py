@@ -412,6 +412,7 @@ class Call:
         self.absent: dict[str, str] = {}  # what could not be measured, and why
         self._masks: dict[tuple[torch.device, tuple[int, ...]], Tensor | None] = {}
         self._turned: bool | None = None  # the blocks hold (length, batch); None: they do not tell
+        self.passes: dict[int, Any] = {}  # of several backward passes autograd's number, and what each is
         self._differentiated: set[Place] = set()
 
     def stage(self, kind: str, where: Place | NormRead, values: Tensor, shape: Sequence[int] = ()) -> None:
@@ -437,9 +438,9 @@ class Call:
         self.staged = [staged for staged in self.staged if staged.where not in places]
 
     def first_gradients(self, gradients: Sequence[Staged]) -> tuple[list[Staged], set[Place]]:
-        """The gradients at places that were differentiated once; and the places that were before, and now again.
+        """The gradients at places that have one; and the places that had one before, and now again.
 
-        Norms of two parts of a gradient do not tell the norm of their sum.
+        Whole passes are summed before. Norms of two parts of a gradient do not tell the norm of their sum.
         """
         times: Counter[Any] = Counter(staged.where for staged in gradients)
         again = {place for place in times if times[place] > 1 or place in self._differentiated}

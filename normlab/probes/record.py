@@ -65,9 +65,11 @@ def record(
         attn_norm_in_grad, final_norm_in_grad, ... with respect to the tensor that enters the norm: its whole gradient,
                                                    the residual path included
 
-    Gradients are of the loss *summed* over labels: the gradient that arrives is multiplied by `loss_tokens`. Of a block
-    that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them. A block that
-    runs again in one call is a further layer.
+    Gradients are of the loss *summed* over labels: the gradient that arrives is multiplied by `loss_tokens`. Those of
+    several backward passes through one forward pass are summed. A pass that adds to no `.grad` counts if it is alone.
+
+    Of a block that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them. A
+    block that runs again in one call is a further layer.
 
     Only whole forward passes count: one that raises leaves no trace, nor does one that had begun before. The model's
     outputs are bit-identical and its hooks untouched; ours run after them. Metrics that do not apply have no rows, nor
@@ -611,7 +613,7 @@ class Recorder:
         Raises:
             NormlabError: nothing ran, or gradient metrics were asked for and no backward pass ran.
         """
-        self._flush()
+        self._flush(is_last=True)
         kinds = self._accumulator.kinds
         if self.absent and (self._calls == 0 or not kinds):
             places = sorted(self.absent, key=lambda place: not place.startswith("tokens "))
@@ -649,8 +651,11 @@ class Recorder:
             self.absent.clear()
             self._accumulator = Accumulator(self._accumulator.masks, self._measurer.statistics)
 
-    def _flush(self) -> None:
-        """Merge what finished calls measured, and the gradients that have arrived, into the running statistics."""
+    def _flush(self, is_last: bool = False) -> None:
+        """Merge what finished calls measured, and the gradients that have arrived, into the running statistics.
+
+        A gradient to which a further backward pass may add waits, unless this `is_last`.
+        """
         with self._lock:
             calls, self._finished = self._finished, []
             for call in calls:
@@ -659,7 +664,7 @@ class Recorder:
                     self._loss_labels = self._loss_labels + call.loss_tokens
                 self.absent |= call.absent
                 call.staged = []
-            for call, gradients in self._measurer.take_gradients().items():
+            for call, gradients in self._measurer.take_gradients(with_open=is_last).items():
                 once, spoiled = call.first_gradients(gradients)
                 self._accumulator.add(call, once)
                 self._accumulator.forget("gradient", spoiled)

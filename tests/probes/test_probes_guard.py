@@ -62,12 +62,12 @@ def test_an_error_of_ours_ends_neither_pass_and_is_named(where, monkeypatch):
 
 
 def test_an_error_in_a_gradients_reduction_does_not_end_the_backward_pass(monkeypatch):
-    from normlab.probes import accumulate
+    from normlab.probes import gradients
 
     model = Head()
     with record(model, ["rms", "grad_l2_mean"], loss_tokens=1) as rec:
         loss = model(ids()).sum()
-        monkeypatch.setattr(accumulate, "features_last", lambda *_: 1 / 0)
+        monkeypatch.setattr(gradients, "features_last", lambda *_: 1 / 0)
         loss.backward()
     assert model.head.weight.grad is not None
     assert set(rec.stats().to_pandas()["metric"]) == {"rms"} and "ZeroDivisionError" in rec.absent["gradients"]

@@ -1,5 +1,5 @@
 """Modules that run several times: norms and branches shared in a block and between blocks, checkpoints that repeat a
-block for one of several forward passes, several backward passes."""
+block for one of several forward passes."""
 
 import pytest
 import torch
@@ -8,9 +8,7 @@ from probe_zoo import near, values
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from normlab.errors import NormlabError
 from normlab.probes import record
-from normlab.probes.forward_call import GRADIENTS
 
 SIZE, GRADIENT = ["token_l2_mean"], ["grad_l2_mean", "grad_l2_total"]
 BATCHES = [torch.randn(2, 6 + i, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -177,81 +175,6 @@ def test_a_forward_pass_that_never_gets_a_backward_pass_takes_no_gradients():
 
     expected, _ = gradients("", backward)
     assert gradients("outside", backward)[0] == near(expected)
-
-
-# -- several backward passes -------------------------------------------------------------------------------------------
-
-
-class Two(Stack):
-    def forward(self, x):
-        self.middle = self.layers[0](x)
-        return self.layers[1](self.middle)
-
-
-def two_losses(model):
-    out = model(X.clone().requires_grad_())
-    return out.square().sum(), out.sum()
-
-
-def look_first(model):
-    a, b = two_losses(model)
-    torch.autograd.grad(a + b, model.layers[0].attn.proj.weight, retain_graph=True)
-    (a + b).backward()
-
-
-def one_after_the_other(model):
-    a, b = two_losses(model)
-    a.backward(retain_graph=True)
-    b.backward()
-
-
-def with_a_reading_between(model, rec):
-    a, b = two_losses(model)
-    a.backward(retain_graph=True)
-    rec.stats()
-    b.backward()
-
-
-@pytest.mark.parametrize("way", [one_after_the_other, look_first, with_a_reading_between])
-def test_places_that_two_backward_passes_reach_are_left_out_with_the_reason(way):
-    with record(Two(PreLN, PreLN), [*SIZE, *GRADIENT], loss_tokens=1) as rec:
-        way(rec.sites.model, rec) if way is with_a_reading_between else way(rec.sites.model)
-    once = {("block_in_grad", 1), ("attn_norm_in_grad", 1)} if way is look_first else set()  # it looks no further down
-    assert {key[:2] for key in values(rec.stats()) if key[2] != "token_l2_mean"} == once
-    assert "two backward passes" in rec.absent[GRADIENTS]
-
-
-def test_only_the_layers_that_both_passes_reach_are_left_out_and_later_calls_count():
-    def run(has_second):
-        with record(Two(PreLN, PreLN), GRADIENT, loss_tokens=1) as rec:
-            if has_second:
-                out = rec.sites.model(X)
-                rec.sites.model.middle.sum().backward(retain_graph=True)
-                out.square().sum().backward()
-            rec.sites.model(X).square().sum().backward()
-        return rec.stats()
-
-    one, both = run(False), run(True)
-    first = lambda stats: {key: value for key, value in values(stats).items() if key[1] == 1}  # noqa: E731
-    assert first(both) == near(first(one))
-    rows = both.to_pandas(errors=True).query("mask == 'all' and site == 'mlp_norm_in_grad'")
-    assert rows.set_index("layer")["tokens"].to_dict() == {1: 20, 2: 40}
-
-
-def test_gradients_that_all_came_twice_are_refused_in_a_line():
-    with record(Two(PreLN, PreLN), GRADIENT, loss_tokens=1) as rec:
-        one_after_the_other(rec.sites.model)
-    with pytest.raises(NormlabError, match="sum the losses and differentiate once"):
-        rec.stats()
-
-
-def test_a_repeated_block_whose_passes_are_two_is_left_out_too():
-    model = Checkpointed("outside")
-    with record(model, [*SIZE, *GRADIENT], loss_tokens=1) as rec:
-        out = model(X)
-        out.sum().backward(retain_graph=True)
-        out.square().sum().backward()
-    assert not [key for key in values(rec.stats()) if key[2] != "token_l2_mean"]
 
 
 def test_parts_are_shared_by_name():

@@ -1,0 +1,144 @@
+"""Gradients as backward passes bring them: of several passes through one forward call their sum."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from normlab.probes.decomposition import NormRead
+from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
+from normlab.probes.layout import features_last
+from normlab.probes.statistics import at_least_float32, without_autocast
+
+
+class Pass(Enum):
+    """What a backward pass adds to leaves' `.grad`."""
+
+    LOOK = "nothing, as `torch.autograd.grad`"
+    PART = "the gradients of some, as `backward(inputs=...)`"
+    WHOLE = "the gradients of all"
+
+
+def _pass_of(call: Call, is_retained: bool) -> Pass:
+    """What the backward pass is that runs. One that is alone counts as whole, whatever it is."""
+    if not is_retained and not call.passes:
+        return Pass.WHOLE
+    task = torch._C._current_graph_task_id()
+    if task not in call.passes:
+        call.passes[task] = _running_pass()
+    return call.passes[task]
+
+
+def _running_pass() -> Pass:
+    """What the backward pass is that runs, by the nodes of the graph beneath the one that runs now."""
+    nodes: list[Any] = [torch._C._current_autograd_node()]
+    seen, adds, is_whole = {None}, False, True
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        try:
+            will_run = torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # a leaf whose gradient `autograd.grad` returns
+            will_run = False
+        is_whole &= will_run
+        adds |= will_run and not node.next_functions
+        nodes += [below for below, _ in node.next_functions] if will_run else []
+    return Pass.WHOLE if is_whole else Pass.PART if adds else Pass.LOOK
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """The gradient at a tensor, of one pass or of whole passes summed.
+
+    Args:
+        places: where the tensor is read.
+        staged: its norms; None if they could not be taken.
+        of: which kind of pass.
+        hook: by which it came, as long as the graph lives.
+    """
+
+    call: Call
+    places: Sequence[Place | NormRead]
+    staged: Staged | None
+    of: Pass
+    hook: ref[GradientHook]
+
+    @property
+    def is_open(self) -> bool:
+        """True if a further pass may come."""
+        hook = self.hook()
+        return hook is not None and hook.is_retained
+
+    @property
+    def counts(self) -> bool:
+        """False for a look at a forward call through which a pass went that adds to `.grad`."""
+        return self.of is not Pass.LOOK or all(of is Pass.LOOK for of in self.call.passes.values())
+
+
+class Arrivals:
+    """What has arrived and is not merged yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # each device has a thread for its backward pass
+        self._waiting: dict[Arrival, None] = {}
+
+    def add(self, arrival: Arrival, instead_of: Arrival | None) -> None:
+        """Add one, in place of that of the passes before. Where that is merged, its place has two."""
+        with self._lock:
+            if instead_of is not None:
+                self._waiting.pop(instead_of, None)
+            self._waiting[arrival] = None
+
+    def take(self, with_open: bool) -> list[Arrival]:
+        """Remove those that no further pass can reach, or all; and return what counts."""
+        with self._lock:
+            taken = [arrival for arrival in self._waiting if with_open or not arrival.is_open]
+            for arrival in taken:
+                del self._waiting[arrival]
+        return [arrival for arrival in taken if arrival.counts]
+
+
+class GradientHook:
+    """Takes the norms of the gradient at a tensor. It lives as long as the graph, and so does the sum that it keeps.
+
+    Attributes:
+        is_retained: the latest pass retained the graph.
+    """
+
+    is_retained = False
+
+    def __init__(self, arrivals: Arrivals, call: Call, places: Sequence[Place | NormRead], *layout: Any) -> None:
+        self._arrivals, self._call, self._places, self._layout = arrivals, call, places, layout
+        self._sum: Tensor | None = None  # of whole passes, which have retained the graph
+        self._arrival: Arrival | None = None  # with its norms
+
+    def __call__(self, gradient: Tensor) -> None:
+        call, before = self._call, None
+        if call.loss_tokens is None:  # of a forward pass that was not whole
+            return
+        self.is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        arrival = Arrival(call, self._places, None, Pass.WHOLE, ref(self))
+        try:
+            arrival.of = _pass_of(call, self.is_retained)
+            with torch.no_grad(), without_autocast(gradient.device):
+                vectors = features_last(gradient, *self._layout)
+                if arrival.of is Pass.WHOLE:
+                    before = self._arrival
+                    if self._sum is not None:
+                        vectors = at_least_float32(self._sum) + vectors
+                    self._sum = vectors.clone() if self.is_retained else None  # a kernel may write into a gradient
+                    self._arrival = arrival if self.is_retained else None
+                norms = torch.linalg.vector_norm(at_least_float32(vectors), dim=-1) * call.loss_tokens
+            arrival.staged = Staged("gradient", self._places[0], norms.reshape(1, -1), tuple(vectors.shape))
+        except Exception as error:  # the backward pass goes on
+            call.absent[GRADIENTS] = f"{type(error).__name__}: {error}"
+        self._arrivals.add(arrival, before)
