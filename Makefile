@@ -92,10 +92,11 @@ gpu: ## on a CUDA machine: test the kernels, then measure them against every ins
 	PYTHONPATH="$(CURDIR)/kernels:$(CURDIR)" $(GPU_PYTHON) kernels/benchmarks/run.py --tests \
 	  $(if $(MINUTES),--minutes $(MINUTES)) --out $(OUT)/bench
 
-lint: $(VENV)/.installed-test ## ruff, the floors (import-linter) and mypy
+lint: $(VENV)/.installed-test ## ruff, the floors (import-linter), mypy, and whether pages say what the data say
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+	$(BIN)/python docs/generate.py --check
 
 clean: ## remove what make wrote, but not the virtual environment
 	rm -rf $(OUT) .pytest_cache .mypy_cache .ruff_cache

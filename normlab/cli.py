@@ -572,14 +572,15 @@ def _schemes(
     from rich.table import Table
     from rich.text import Text
 
-    from normlab.models.costs import table
+    from normlab.schemes import SCHEMES
 
-    rows = table()
     if wide:
-        print(rows.to_string(index=False))
+        from normlab.models.costs import table
+
+        print(table().to_string(index=False))
         return 0
     listed = Table("name", "formula", "paper", box=None, pad_edge=False)
-    for row in rows.itertuples():
+    for row in SCHEMES.values():
         listed.add_row(*map(Text, (row.name, row.formula, row.paper)))
     Console(width=100, highlight=False).print(listed)
     return 0

@@ -42,11 +42,6 @@ def code() -> Iterator[dict[str, ModuleType]]:
         sys.modules.pop(name)
 
 
-def test_generating_the_numbers_changes_nothing(code, capsys):
-    code["generate"].main(["--check"])
-    assert capsys.readouterr().out == "", "run make findings"
-
-
 def test_a_mark_is_filled_and_a_bad_one_is_refused(code):
     filled = code["generate"].filled
     texts = {"loss": "3.14", "table": "| a |"}

@@ -175,7 +175,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_sweep(how, text, tmp_path):
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEPING_SWEEP)

@@ -122,6 +122,7 @@ def test_closing_it_ends_its_processes(theatre):
         widget.start()
 
 
+@pytest.mark.slow
 def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(theatre):
     widget = theatre(steps=60)
     metrics = [value for _, value in widget.metric.options]
