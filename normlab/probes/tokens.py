@@ -40,7 +40,7 @@ class FoundTokens:
     table: pandas.DataFrame
     mask: Tensor
     rule: str
-    nearest: dict[str, float] | None
+    nearest: dict[str, Any] | None
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ class _Nearest:
 
     def __init__(self, columns: list[str]):
         self.columns = columns
-        self.row: dict[str, float] | None = None
+        self.row: dict[str, Any] | None = None
         self._share = 0.0
 
     def see(self, share: Tensor, judged: Tensor, row: Callable[[Sequence[int]], tuple]) -> None:

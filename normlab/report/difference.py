@@ -64,18 +64,17 @@ def difference_report(
 def write_difference(result: Difference, folder: Path, title: str) -> Path:
     """Write the table of a comparison and its page; return the page's path."""
     from normlab.figures.report import difference_figure
-    from normlab.report.page import write_page
+    from normlab.report.page import Section, drawn, write_page
 
     causes = "".join(f"<li>{html.escape(cause)}</li>" for cause in (*result.causes, *result.notes))
     table = result.table.to_html(index=False, float_format=lambda x: f"{x:.3g}", border=0)
-    parts = [
-        f"<p><b>{html.escape(result.verdict)}</b></p><ul>{causes}</ul>",
-        difference_figure(result.table),
-        f"<details open><summary>All sites, in order of computation</summary>{table}</details>",
-        "<p>Both are root mean squares over tokens of |x - y| / |x|. The difference is between the two models in "
-        "float64, the noise between the first one in float32 and in float64.</p>",
-    ]
+    opening = f"<p><b>{html.escape(result.verdict)}</b></p><ul>{causes}</ul>"
+    words = (
+        "<p>Difference and noise are root mean squares over tokens of |x - y| / |x|. The difference is between the two "
+        "models in float64, the noise between the first one in float32 and in float64.</p>"
+    )
+    all_sites = Section("All sites, in order of computation", f'{words}<div class="scroll">{table}</div>')
     with whole_files(folder) as staged:
         result.table.to_csv(staged / "difference.csv", index=False)
-        page = write_page(staged, title, parts)
+        page = write_page(staged, title, opening, [drawn(difference_figure(result.table)), all_sites])
     return folder / page.name
