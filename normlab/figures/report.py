@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from textwrap import wrap
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,20 +20,19 @@ from normlab.probes.metrics import metric_row, site_label, site_order
 
 # Okabe and Ito, colour-blind safe.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-NO_SCHEMES: Mapping[str, str] = MappingProxyType({})
 LOG_DECADES = 1.5  # a logarithmic axis from this many decades on
 WHOLE_TICKS = 32  # layers up to which each has a tick
 
 
 def layer_figure(
-    table: pd.DataFrame, metric: str, mask: str = "all", by: str = "site", schemes: Mapping[str, str] = NO_SCHEMES
+    table: pd.DataFrame, metric: str, mask: str = "all", by: str = "site", schemes: Mapping[str, str] | None = None
 ) -> go.Figure:
     """`metric` against layer, one line per value of `by`: sites, or models, texts, revisions at one site.
 
     Args:
         table: columns `site layer metric mask value`, and `by`.
         mask: of the tokens.
-        schemes: value of `by` -> the scheme whose colour its line has; other lines have other colours.
+        schemes: value of `by` -> the scheme whose colour its line has; default: none.
 
     Raises:
         NormlabError: the table has no such rows.
@@ -121,7 +119,7 @@ def _share(values: np.ndarray, log: bool) -> np.ndarray:
 
 
 def _lines(
-    rows: pd.DataFrame, by: str, title: str, words: str, axis: str, schemes: Mapping[str, str] = NO_SCHEMES
+    rows: pd.DataFrame, by: str, title: str, words: str, axis: str, schemes: Mapping[str, str] | None = None
 ) -> go.Figure:
     """One line with markers per value of `by`; tables have columns `by`, layer, value, and perhaps low and high."""
     figure, names = go.Figure(), list(dict.fromkeys(rows[by]))
@@ -150,8 +148,9 @@ def _lines(
     return theme.titled(figure, title, "<br>".join(wrap(words, 100)), 450)
 
 
-def _looks(names: Sequence[str], schemes: Mapping[str, str]) -> list[dict[str, str]]:
+def _looks(names: Sequence[str], schemes: Mapping[str, str] | None) -> list[dict[str, str]]:
     """Colour and dash of each line: a scheme's own, other dashes for more lines of it; the others take free colours."""
+    schemes = schemes or {}
     taken = {theme.style_of(scheme).color for scheme in schemes.values()}
     free = cycle([color for color in COLORS if color not in taken] or COLORS)
     looks: list[dict[str, str]] = []
@@ -166,14 +165,14 @@ def _looks(names: Sequence[str], schemes: Mapping[str, str]) -> list[dict[str, s
     return looks
 
 
-def skip_costs(table: pd.DataFrame, schemes: Mapping[str, str] = NO_SCHEMES) -> go.Figure:
+def skip_costs(table: pd.DataFrame, schemes: Mapping[str, str] | None = None) -> go.Figure:
     """Loss added by leaving out a part of a block: the table of `normlab.probes.skip_sensitivity`."""
     words = "skip_delta_loss: loss with the part skipped minus loss of the whole model; bars: 95% interval"
     rows = table.rename(columns={"skip_delta_loss": "value"})
     return _lines(rows, "part", "Loss added by leaving out a part", words, "nats per token", schemes)
 
 
-def lens(table: pd.DataFrame, schemes: Mapping[str, str] = NO_SCHEMES) -> go.Figure:
+def lens(table: pd.DataFrame, schemes: Mapping[str, str] | None = None) -> go.Figure:
     """KL from the prediction of each layer to the last: the table of `normlab.probes.logit_lens_kl`."""
     words = "logit_lens_kl: KL(prediction from the layer || final prediction)"
     return _lines(table.assign(line="KL"), "line", BY_LAYER["logit_lens_kl"][0], words, "nats", schemes)

@@ -36,17 +36,20 @@ def probe_report(
     any_size: bool = False,
     progress: bool = True,
 ) -> str:
-    """Measure a model layer by layer: a language model on a text file, a model of images on a folder of them.
+    """Measure a model layer by layer: a model of text on a text file, a model of images on a folder of them.
 
     Writes into `out`:
 
         table.parquet, table.csv    site, layer, metric, mask, value
         skip_sensitivity.csv, angular_distance.csv, logit_lens.csv
-        massive_activations.csv     values of the stream far above all others, in the first batch
+        massive_activations.csv     values of the stream far above all others, with their tokens, in the first batch
         attention_sinks.csv         tokens that take most attention, in the first batch
         spans.csv                   the cheapest blocks to drop
         mergekit-drop-N.yaml        the same for mergekit, for N blocks
         report.html                 the page; it reads plotly.min.js next to it
+
+    A model without a language-model head (an encoder, a classifier, a reranker), or whose files lack it, is measured
+    without a loss; what needs one is left out.
 
     A model of several stacks (an encoder and a decoder) has a column `stack` in the table. Names of the other files
     then begin with a stack's name. Several models, texts or revisions give one page and one table instead, whose first

@@ -12,7 +12,7 @@ A model of images and text is measured on text alone, as a causal language model
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,8 +172,10 @@ def _of_a_block(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
 
 
-def _beside_the_body(model: Any, missing: Iterable[str]) -> list[str]:
+def _beside_the_body(model: Any, missing: Collection[str]) -> list[str]:
     """Of the weights that the files lack, those that no layer reads: of a head or a pooler, in order of name."""
+    if not missing:
+        return []
     names = {module: name for name, module in model.named_modules()}
     body, head = names[model.base_model], names.get(model.get_output_embeddings())
     heads = (f"{head}.",) if head else ()

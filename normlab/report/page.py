@@ -33,6 +33,7 @@ from normlab.probes.metrics import metric_row
 from normlab.report.facts import FOUND, by_reason, growth, left_out, stack_facts, step
 from normlab.report.measure import Measured
 
+Pairs = list[tuple[str, str]]  # what was not measured, and why
 PLOTLY_FILE = "plotly.min.js"
 STYLE = """body{font:15px/1.55 Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif;max-width:62rem;
 margin:2rem auto;padding:0 1.2rem;color:#24292f;background:#fff}h1{font-size:26px;overflow-wrap:anywhere}
@@ -59,7 +60,7 @@ FIRST = ("rms",)  # metrics before the experiments
 
 @dataclass(frozen=True)
 class Section:
-    """A folded part of a page: `body` is HTML above the figure. `group` is the heading of sections that follow."""
+    """A folded part of a page: `body` is HTML above the figure. Sections of one `group` have it for a heading."""
 
     title: str
     body: str = ""
@@ -123,9 +124,7 @@ def _names(trace: Any) -> Sequence[Any]:
     return [name for name in trace.y if isinstance(name, str)] if trace.type == "heatmap" else ()
 
 
-def model_page(
-    measured: Sequence[Measured], about: str, scheme: str | None = None
-) -> tuple[str, list[Section]]:
+def model_page(measured: Sequence[Measured], about: str, scheme: str | None = None) -> tuple[str, list[Section]]:
     """The opening and the sections of one model on one text.
 
     Args:
@@ -133,20 +132,24 @@ def model_page(
         about: a sentence on the data and the loss.
         scheme: of a model of ours, which has its colour.
     """
+    missing = {one.name: left_out(one) for one in measured}
+    shared, own = _shared(missing)
     opening = f"<p>{html.escape(about)}</p>"
-    sections: list[Section] = []
-    missing: list[tuple[str, str]] = []
     for one in measured:
-        missing += left_out(one)
-        sections += _sections(one, scheme)
-    for one in measured:
-        name = f"<h2>{html.escape(one.name)}</h2>" if one.name else ""
-        facts = stack_facts(one) + [_missing(missing)] * (one is measured[-1])
-        opening += f"{name}<ul>{''.join(f'<li>{html.escape(fact)}</li>' for fact in facts)}</ul>"
-    return opening, sections
+        heading = f"<h2>{html.escape(one.name)}</h2>" if one.name else ""
+        facts = [*stack_facts(one), _missing(own[one.name] if len(own) > 1 else shared)]
+        opening += f"{heading}<ul>{''.join(f'<li>{html.escape(fact)}</li>' for fact in facts if fact)}</ul>"
+    opening += f"<p>{html.escape(_missing(shared))}</p>" if len(own) > 1 else ""
+    return opening, [section for one in measured for section in _sections(one, scheme)]
 
 
-def _missing(pairs: Sequence[tuple[str, str]]) -> str:
+def _shared(missing: Mapping[str, Pairs]) -> tuple[Pairs, dict[str, Pairs]]:
+    """What is missing everywhere, and of each what is missing there besides."""
+    shared = [pair for pair in next(iter(missing.values())) if all(pair in pairs for pairs in missing.values())]
+    return shared, {name: [pair for pair in pairs if pair not in shared] for name, pairs in missing.items()}
+
+
+def _missing(pairs: Pairs) -> str:
     return f"Left out: {'; '.join(by_reason(pairs))}." if pairs else ""
 
 
@@ -154,8 +157,8 @@ def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
     """The figures and tables of a stack; each figure says the definition of its metric."""
     table, tables, group = one.stats.to_pandas(), one.tables, one.name
 
-    def colored(names: pd.Series) -> Mapping[str, str]:
-        return {} if scheme is None else {names.iloc[0]: scheme}
+    def colored(names: Sequence[str]) -> Mapping[str, str]:
+        return {} if scheme is None else {names[0]: scheme}
 
     found = table[table["mask"] == "all"]
 
@@ -163,12 +166,12 @@ def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
         for metric in metrics:
             rows = found[found["metric"] == metric]
             if len(rows):
-                yield drawn(layer_figure(rows, metric, schemes=colored(rows["site"])), group)
+                yield drawn(layer_figure(rows, metric, schemes=colored([*rows["site"]])), group)
 
     yield from by_layer(FIRST)
     if "skip_sensitivity" in tables:
         costs = tables["skip_sensitivity"]
-        yield drawn(skip_costs(costs, colored(costs["part"])), group)
+        yield drawn(skip_costs(costs, colored([*costs["part"]])), group)
     if "spans" in tables:
         lines = "".join(f"<li>{html.escape(span_line(row))}</li>" for row in tables["spans"].itertuples())
         words = (
@@ -179,7 +182,7 @@ def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
     if "angular_distance" in tables:
         yield drawn(angles(tables["angular_distance"]), group)
     if "logit_lens" in tables:
-        yield drawn(lens(tables["logit_lens"], {} if scheme is None else {"KL": scheme}), group)
+        yield drawn(lens(tables["logit_lens"], colored(["KL"])), group)
     for name, title in FOUND.items():
         if name in one.found:
             yield Section(title, _token_table(one, name), group=group)
@@ -221,7 +224,7 @@ def series_page(
     table: pd.DataFrame,
     by: str,
     losses: Mapping[str, str],
-    missing: Mapping[str, Sequence[tuple[str, str]]],
+    missing: Mapping[str, Pairs],
     about: str,
     schemes: Mapping[str, str],
 ) -> tuple[str, list[Section]]:
@@ -235,13 +238,12 @@ def series_page(
         about: a sentence on the data.
         schemes: recording -> the scheme of a model of ours.
     """
-    shared = [pair for pair in next(iter(missing.values())) if all(pair in pairs for pairs in missing.values())]
+    shared, own = _shared(missing)
     items = ""
     for name, ours in table.groupby(by, sort=False):
         stacks = [part for _, part in ours.groupby("stack", sort=False)]
         facts = [fact(part) for fact in (growth, step) for part in stacks]
-        own = [pair for pair in missing[str(name)] if pair not in shared]
-        words = " ".join([f"{losses[str(name)]}.", *filter(None, facts), *([_missing(own)] if own else [])])
+        words = " ".join(filter(None, [f"{losses[str(name)]}.", *facts, _missing(own[str(name)])]))
         items += f"<li><b>{html.escape(str(name))}</b>: {html.escape(words)}</li>"
     opening = f"<p>{html.escape(about)}</p><ul>{items}</ul><p>{html.escape(_missing(shared))}</p>"
     sections: list[Section] = []
