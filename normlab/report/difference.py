@@ -11,7 +11,7 @@ import torch
 from normlab.differences import Difference, diff
 from normlab.errors import NormlabError
 from normlab.files import whole_files
-from normlab.report.inputs import batches, check_input, check_size, float_type, load
+from normlab.report.inputs import Loaded, batches, check_input, check_size, float_type, load
 
 ARRAYS = (".npz", ".safetensors")
 
@@ -50,15 +50,21 @@ def difference_report(
     if is_file and gradients:
         raise NormlabError("gradients are compared between two models: leave out --gradients")
     computed_in = None if dtype is None else float_type(dtype)
-    loaded = load(a, device=device, any_size=any_size)
-    if loaded.task != "causal":
-        raise NormlabError(f"{a} is a {loaded.task} model: this compares causal language models")
+    loaded = _causal(a, load(a, device=device, any_size=any_size))
     batch = {"input_ids": torch.cat([part["input_ids"] for part in batches(loaded, text, length, rows)])}
-    other: Any = b if is_file else load(b, loaded.reader, device=device, any_size=any_size).model
+    other: Any = b if is_file else _causal(b, load(b, loaded.reader, device=device, any_size=any_size)).model
     result = diff(loaded.model, other, batch, gradients=gradients, dtype=computed_in)
     if out is not None:
         write_difference(result, Path(out), f"{Path(a).name} and {Path(b).name}")
     return result
+
+
+def _causal(name: str, loaded: Loaded) -> Loaded:
+    """The model, if it is a causal language model with a head of its own."""
+    if loaded.task != "causal" or loaded.no_loss:
+        what = loaded.no_loss or f"it is a {loaded.task} model"
+        raise NormlabError(f"{name}: {what}; this compares causal language models")
+    return loaded
 
 
 def write_difference(result: Difference, folder: Path, title: str) -> Path:

@@ -79,8 +79,10 @@ def _cheapest(one: Measured) -> str:
     if "angular_distance" not in one.tables or one.where.depth < 2:
         return ""
     angles = one.tables["angular_distance"]
-    turns = {layer: float(angles.loc[layer - 1, layer]) for layer in range(1, one.where.depth + 1)}
-    least = min(turns, key=lambda layer: turns[layer])
+    turns = pd.Series({layer: float(angles.loc[layer - 1, layer]) for layer in range(1, one.where.depth + 1)}).dropna()
+    if turns.empty:
+        return ""
+    least = turns.idxmin()
     return (
         f"Block {least} turns the stream least, by {number(turns[least])} of a half turn: the first to try to leave "
         "out. What that costs takes a loss to tell."

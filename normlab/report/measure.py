@@ -60,7 +60,7 @@ class Measured:
         if self.loss is None:
             return f"no loss: {loaded.no_loss}"
         line, guess = f"loss {self.loss:.4f} nats a label", math.log(self.choices) if self.choices else math.inf
-        if self.loss <= guess:
+        if not self.loss > guess:  # a loss that is no number is not
             return line
         return (
             f"{line}, above a guess (ln {self.choices} = {guess:.4f}): a random head, or a model that does not know "

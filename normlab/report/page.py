@@ -38,7 +38,7 @@ PLOTLY_FILE = "plotly.min.js"
 STYLE = """body{font:15px/1.55 Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif;max-width:62rem;
 margin:2rem auto;padding:0 1.2rem;color:#24292f;background:#fff}h1{font-size:26px;overflow-wrap:anywhere}
 h2{font-size:20px;margin-top:2.4rem}table{border-collapse:collapse;font-size:13px}
-td,th{padding:.15rem .6rem;border-bottom:1px solid #ddd;text-align:right}
+td,th{padding:.15rem .6rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
 td:first-child,th:first-child{text-align:left}pre{background:#f6f7f9;padding:.8rem;white-space:pre-wrap;font-size:12px}
 a{color:#0b5cad}li{margin:.25rem 0;overflow-wrap:anywhere}
 nav ul{columns:19rem;padding-left:1.2rem;font-size:14px;margin-top:0}
