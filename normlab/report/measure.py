@@ -173,7 +173,8 @@ def _tokens(
     found.table.insert(found.table.columns.get_loc("position") + 1, "token", texts)
     if found.nearest is not None:
         token = _text(loaded.reader, ids[found.nearest["row"], found.nearest["position"]])
-        found = replace(found, nearest=found.nearest | {"token": token})
+        place = {name: found.nearest[name] for name in ("layer", "row", "position")}
+        found = replace(found, nearest=place | {"token": token} | found.nearest)
     measured.found[find.__name__] = found
     return found.table
 

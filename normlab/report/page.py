@@ -203,9 +203,9 @@ def _table(table: pd.DataFrame) -> str:
 def _token_table(one: Measured, name: str) -> str:
     """What was found by which rule; where nothing was, what came nearest."""
     found = one.found[name]
-    words, table = f"Found where: {found.rule}. In the first batch.", found.table
+    words, table = f"In the first batch: {found.rule}.", found.table
     if table.empty and found.nearest is not None:
-        words, table = f"{words} Nothing is; the nearest:", pd.DataFrame([found.nearest])
+        words, table = f"None in the first batch: {found.rule}; the nearest:", pd.DataFrame([found.nearest])
     return f"<p>{html.escape(words)}</p>{_table(table)}"
 
 

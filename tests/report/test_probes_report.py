@@ -52,26 +52,33 @@ ENCODER = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_l
 SHAPE = {"length": 16, "rows": 4, "progress": False}
 
 
-def test_a_saved_model_and_a_text_give_tables_and_a_page_that_fetches_nothing(saved, tmp_path):
-    summary = probe_report(str(saved), saved / "text.txt", out=tmp_path / "out", length=32, rows=8, progress=False)
-    assert "3 blocks" in summary and str(tmp_path / "out" / "report.html") in summary
-    table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
+@pytest.fixture(scope="module")
+def probed(saved, tmp_path_factory):
+    """The folder of a report on the saved model, and the summary."""
+    folder = tmp_path_factory.mktemp("report")
+    return folder, probe_report(str(saved), saved / "text.txt", out=folder, length=32, rows=8, progress=False)
+
+
+def test_a_saved_model_and_a_text_give_tables_and_a_page_that_fetches_nothing(probed):
+    folder, summary = probed
+    assert "3 blocks" in summary and str(folder / "report.html") in summary
+    table = pandas.read_parquet(folder / "table.parquet")
     assert list(table.columns) == ["site", "layer", "metric", "mask", "value"]
     assert {"token_l2_mean", "grad_l2_mean", "attention_entropy", "update_effective_rank"} <= set(table["metric"])
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (folder / "report.html").read_text()
     assert page.count("Plotly.newPlot(") == page.count('"showSendToCloud": false') > 0  # no button that uploads
     assert "skip_delta_loss" in page and "Left out: saturation, " in page and "tanh_input_max, " in page
     assert len(page) < 1_000_000 and page.count("<script src=") == page.count('<script src="plotly.min.js">') == 1
-    assert (tmp_path / "out" / "plotly.min.js").stat().st_size > 1_000_000 and "simple_white" not in page
-    skipped = pandas.read_csv(tmp_path / "out" / "skip_sensitivity.csv")
+    assert (folder / "plotly.min.js").stat().st_size > 1_000_000 and "simple_white" not in page
+    skipped = pandas.read_csv(folder / "skip_sensitivity.csv")
     assert set(skipped["part"]) == {"block", "attention", "mlp"}
-    assert pandas.read_csv(tmp_path / "out" / "massive_activations.csv").empty
+    assert pandas.read_csv(folder / "massive_activations.csv").empty
     assert re.search("Massive activations: none [(].*1,000 .*[)]; the nearest is .* “[a-z]+” at position [0-9]+", page)
 
 
-def test_the_page_opens_with_facts_then_links_then_folded_figures_without_a_path_or_a_sentence_twice(saved, tmp_path):
-    probe_report(str(saved), saved / "text.txt", out=tmp_path / "out", **SHAPE)
-    page = (tmp_path / "out" / "report.html").read_text()
+def test_the_page_opens_with_facts_then_links_then_folded_figures_without_a_path_or_a_sentence_twice(saved, probed):
+    folder, _ = probed
+    page = (folder / "report.html").read_text()
     opening, _, rest = page.partition("<h2>Contents</h2>")
     facts = re.findall("<li>(.*?)</li>", opening)
     assert [fact.split()[0] for fact in facts] == ["The", "Block", "Cheapest", "Massive", "Left"]
@@ -82,18 +89,17 @@ def test_the_page_opens_with_facts_then_links_then_folded_figures_without_a_path
     assert str(saved.parent) not in page and f"of {saved.name}/" not in page
     said = [sentence for text in re.findall("<(?:li|p)>([^<]+)<", page) for sentence in text.split(". ")]
     assert len(said) == len(set(said)) > 20
-    span = pandas.read_csv(tmp_path / "out" / "spans.csv").iloc[0]
+    span = pandas.read_csv(folder / "spans.csv").iloc[0]
     assert facts[2].startswith(f"Cheapest to leave out: block {span['first']}, for {span['skip_delta_loss']:+.3g} nats")
-    table = pandas.read_csv(tmp_path / "out" / "table.csv").query("site == 'block_out' and mask == 'all'")
+    table = pandas.read_csv(folder / "table.csv").query("site == 'block_out' and mask == 'all'")
     first, last = table[table["metric"] == "rms"].set_index("layer")["value"].loc[[1, 3]]
     assert f"{last / first:.3g}-fold" in facts[0] or f"to {last / first:.3g} of" in facts[0] or "keeps" in facts[0]
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "DistilBertModel", "BertForSequenceClassification", "MistralModel"])
+@pytest.mark.parametrize("kind", ["BertModel", "DistilBertModel", "BertForSequenceClassification"])
 def test_a_model_without_a_language_model_head_is_measured_without_a_loss(tmp_path, kind):
     of_distilbert = dict(dim=32, hidden_dim=48, n_heads=4, n_layers=2)
-    more = of_distilbert if kind == "DistilBertModel" else {"num_key_value_heads": 4}
-    config = getattr(hf, kind).config_class(**ENCODER, **more)
+    config = getattr(hf, kind).config_class(**ENCODER, **of_distilbert if kind == "DistilBertModel" else {})
     folder = save(getattr(hf, kind)(config), tmp_path / "encoder")
     summary = probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **{**SHAPE, "length": 32})
     page = (tmp_path / "out" / "report.html").read_text()
@@ -155,7 +161,7 @@ def test_massive_activations_and_sinks_are_named_by_their_tokens(saved, tmp_path
     assert set(table["token"]) == {"<mask>"} and list(table["position"].unique()) == [2, 10, 18, 26]
     assert "Massive activations: 4 tokens of the first batch, “&lt;mask&gt;” at position 2, 10, 18 ...; " in page
     assert "<td>&lt;mask&gt;</td>" in page and "<mask>" not in page
-    assert "Found where: |h| above 100 and above 1,000 times the layer&#x27;s median of |h|" in page
+    assert "In the first batch: |h| above 100 and above 1,000 times the layer&#x27;s median of |h|" in page
 
 
 def test_lines_of_our_models_have_the_colour_of_their_scheme():
