@@ -442,7 +442,7 @@ def _figures(
 
 @command("probe", "normlab.report")
 def _probe(
-    model: Annotated[str, flag("directory or hub name: causal, masked, sequence-to-sequence, or of images")],
+    model: Annotated[str, flag("directory or hub name: language model, encoder of text, or of images")],
     /,
     *,
     text: Annotated[list[str], flag("text files, or folders of images, to run it on"), SEVERAL],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from textwrap import wrap
 from typing import Any
 
@@ -17,17 +19,20 @@ from normlab.figures.layers import BY_LAYER, BY_PAIR
 from normlab.probes.metrics import metric_row, site_label, site_order
 
 # Okabe and Ito, colour-blind safe.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LOG_DECADES = 1.5  # a logarithmic axis from this many decades on
 WHOLE_TICKS = 32  # layers up to which each has a tick
 
 
-def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all", by: str = "site") -> go.Figure:
+def layer_figure(
+    table: pd.DataFrame, metric: str, mask: str = "all", by: str = "site", schemes: Mapping[str, str] | None = None
+) -> go.Figure:
     """`metric` against layer, one line per value of `by`: sites, or models, texts, revisions at one site.
 
     Args:
         table: columns `site layer metric mask value`, and `by`.
         mask: of the tokens.
+        schemes: value of `by` -> the scheme whose colour its line has; default: none.
 
     Raises:
         NormlabError: the table has no such rows.
@@ -35,7 +40,7 @@ def layer_figure(table: pd.DataFrame, metric: str, mask: str = "all", by: str = 
     rows, row = _measured(table, metric, mask), metric_row(metric)
     where = "by layer" if by == "site" else f"by layer, {site_label(rows['site'].iloc[0])}"
     title = f"{row.label[0].upper()}{row.label[1:]} {where}"
-    return _lines(rows, by, title, f"{metric}: {row.definition}", row.axis)
+    return _lines(rows, by, title, f"{metric}: {row.definition}", row.axis, schemes)
 
 
 def recorded_map(lines: pd.DataFrame, by: str, metric: str, site: str) -> go.Figure:
@@ -113,12 +118,16 @@ def _share(values: np.ndarray, log: bool) -> np.ndarray:
     return (finite - low) / (high - low) if high > low else np.where(np.isnan(finite), np.nan, 0.5)
 
 
-def _lines(rows: pd.DataFrame, by: str, title: str, words: str, axis: str) -> go.Figure:
+def _lines(
+    rows: pd.DataFrame, by: str, title: str, words: str, axis: str, schemes: Mapping[str, str] | None = None
+) -> go.Figure:
     """One line with markers per value of `by`; tables have columns `by`, layer, value, and perhaps low and high."""
     figure, names = go.Figure(), list(dict.fromkeys(rows[by]))
-    is_series = by == "revision" and len(names) > 1
-    colors = [theme.step_color(i, len(names) - 1) for i in range(len(names))] if is_series else COLORS
-    for i, name in enumerate(names):
+    if by == "revision" and len(names) > 1:
+        looks = [{"color": theme.step_color(i, len(names) - 1)} for i in range(len(names))]
+    else:
+        looks = _looks(names, schemes)
+    for name, look in zip(names, looks, strict=True):
         line = rows[rows[by] == name].sort_values("layer")
         bars = interval_bars(line["value"], line["low"], line["high"]) if "low" in rows else None
         figure.add_scatter(
@@ -127,7 +136,7 @@ def _lines(rows: pd.DataFrame, by: str, title: str, words: str, axis: str) -> go
             error_y=bars,
             name=str(name),
             mode="lines+markers",
-            line={"color": colors[i % len(colors)]},
+            line=look,
             marker={"size": 6},
             hovertemplate=f"{name}, layer %{{x}}: %{{y:.4g}}<extra></extra>",
         )
@@ -139,17 +148,34 @@ def _lines(rows: pd.DataFrame, by: str, title: str, words: str, axis: str) -> go
     return theme.titled(figure, title, "<br>".join(wrap(words, 100)), 450)
 
 
-def skip_costs(table: pd.DataFrame) -> go.Figure:
+def _looks(names: Sequence[str], schemes: Mapping[str, str] | None) -> list[dict[str, str]]:
+    """Colour and dash of each line: a scheme's own, other dashes for more lines of it; the others take free colours."""
+    schemes = schemes or {}
+    taken = {theme.style_of(scheme).color for scheme in schemes.values()}
+    free = cycle([color for color in COLORS if color not in taken] or COLORS)
+    looks: list[dict[str, str]] = []
+    for name in names:
+        if name in schemes:
+            style = theme.style_of(schemes[name])
+            ours = [{"color": style.color, "dash": dash} for dash in (style.dash, *theme.DASHES)]
+            look = next((one for one in ours if one not in looks), ours[0])
+        else:
+            look = {"color": next(free)}
+        looks.append(look)
+    return looks
+
+
+def skip_costs(table: pd.DataFrame, schemes: Mapping[str, str] | None = None) -> go.Figure:
     """Loss added by leaving out a part of a block: the table of `normlab.probes.skip_sensitivity`."""
     words = "skip_delta_loss: loss with the part skipped minus loss of the whole model; bars: 95% interval"
     rows = table.rename(columns={"skip_delta_loss": "value"})
-    return _lines(rows, "part", "Loss added by leaving out a part", words, "nats per token")
+    return _lines(rows, "part", "Loss added by leaving out a part", words, "nats per token", schemes)
 
 
-def lens(table: pd.DataFrame) -> go.Figure:
+def lens(table: pd.DataFrame, schemes: Mapping[str, str] | None = None) -> go.Figure:
     """KL from the prediction of each layer to the last: the table of `normlab.probes.logit_lens_kl`."""
     words = "logit_lens_kl: KL(prediction from the layer || final prediction)"
-    return _lines(table.assign(line="KL"), "line", BY_LAYER["logit_lens_kl"][0], words, "nats")
+    return _lines(table.assign(line="KL"), "line", BY_LAYER["logit_lens_kl"][0], words, "nats", schemes)
 
 
 def angles(table: pd.DataFrame) -> go.Figure:
@@ -187,7 +213,9 @@ def difference_figure(table: pd.DataFrame) -> go.Figure:
     parts = table["parts"].to_numpy()
     if parts.any():
         first = int(parts.argmax())
-        figure.add_vline(x=first, line={"color": COLORS[1]}, annotation_text=f"parts at {names[first]}")
+        side = "left" if first < len(names) / 2 else "right"  # of the text, which is between the two lines
+        words = dict(text=f"parts at {names[first]}", y=0.5, yref="paper", xanchor=side)
+        figure.add_vline(x=first, line={"color": COLORS[1]}, annotation=words)
     layers = table["layer"].tolist()
     starts = [i for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1]]
     figure.update_xaxes(tickvals=starts, ticktext=[str(layers[i]) for i in starts], title_text="layer")

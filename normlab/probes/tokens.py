@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,15 @@ class FoundTokens:
 
     `mask` is (batch, length) bool: True at a token that is in `table`. `table` has columns `layer row position`, what
     was measured, and `first_layer last_layer`: the layers without a gap over which the same is found again.
+
+    `rule` says in words what was looked for. `nearest` is what comes nearest to it, found or not, or exceeds it most;
+    None if no token could be judged.
     """
 
     table: pandas.DataFrame
     mask: Tensor
+    rule: str
+    nearest: dict[str, Any] | None
 
 
 @torch.no_grad()
@@ -49,6 +54,7 @@ def massive_activations(
 
     Returns:
         Columns `layer row position feature value ratio first_layer last_layer`. Layer 0 is what enters the first block.
+        `nearest` is the value with the largest |h| / max(`least`, `ratio` times the median).
 
     Raises:
         NormlabError: as for `angular_distance`.
@@ -57,17 +63,24 @@ def massive_activations(
     (batch,) = runner
     rows: list[tuple] = []
     kept: list[Tensor] = []
+    nearest = _Nearest(["layer", "row", "position", "feature", "value", "ratio"])
 
     def look(layer: int, h: Tensor) -> None:
         kept.append(runner.counted(batch, h))
         size = at_least_float32(h).abs()
         median = size[kept[-1]].median()
-        for place in ((size > torch.clamp(ratio * median, min=least)) & kept[-1][..., None]).nonzero().tolist():
-            rows.append((layer, *place, float(h[tuple(place)]), float(size[tuple(place)] / median)))
+
+        def row(place: Sequence[int]) -> tuple:
+            return layer, *place, float(h[tuple(place)]), float(size[tuple(place)] / median)
+
+        limit = torch.clamp(ratio * median, min=least)
+        rows.extend(map(row, ((size > limit) & kept[-1][..., None]).nonzero().tolist()))
+        nearest.see(size / limit, kept[-1][..., None], row)
 
     with evaluating(runner.model):
         see_layers(runner, batch, look)
-    return _found(rows, ["layer", "row", "position", "feature", "value", "ratio"], 4, kept[0])
+    rule = f"|h| above {least:,.12g} and above {ratio:,.12g} times the layer's median of |h|"
+    return _found(rows, nearest.columns, 4, kept[0], rule, nearest)
 
 
 @torch.no_grad()
@@ -83,6 +96,7 @@ def attention_sinks(
     Returns:
         Columns `layer row position heads weight first_layer last_layer`: the share of heads whose sink the token is,
         and its attention averaged over all heads. The paper's measure of a token is `heads` averaged over all layers.
+        `nearest` has the columns `layer row position head weight`: the most that one head gives to a token.
 
     Raises:
         NormlabError: no attention was seen, as in code that is neither `scaled_dot_product_attention` nor a softmax; or
@@ -95,6 +109,7 @@ def attention_sinks(
     layers: list[int] = []
     others: list[str] = []  # shapes of attention that is not over the tokens
     watch = _KeyWatch()
+    nearest = _Nearest(["layer", "row", "position", "head", "weight"])
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         tokens = runner.counted(batch, hidden_state(args, kwargs)[0])
@@ -108,10 +123,12 @@ def attention_sinks(
         layers.append(layer)
         seen = (scores > HIDDEN) & tokens[:, None, :, None]  # (batch, heads, queries, keys)
         weight = torch.where(seen, scores.softmax(-1) * watch.share, 0).sum(-2) / seen.sum(-2).clamp(min=1)
-        sink = (weight > threshold) & (seen.sum(-2) >= queries) & tokens[:, None]
+        judged = (seen.sum(-2) >= queries) & tokens[:, None]  # (batch, heads, keys)
+        sink = (weight > threshold) & judged
         for row, position in sink.any(1).nonzero().tolist():
             heads, mean = sink[row, :, position].float().mean(), weight[row, :, position].mean()
             rows.append((layer, row, position, float(heads), float(mean)))
+        nearest.see(weight, judged, lambda at: (layer, at[0], at[2], at[1], float(weight[tuple(at)])))
         watch.forget()  # last, as the softmax above is seen too
 
     def start(*_: Any) -> None:
@@ -123,7 +140,8 @@ def attention_sinks(
         raise NormlabError(f"attention was seen over {others[0]}: give a model that attends to its tokens alone")
     if not layers:
         raise NormlabError("no attention was seen: it must be scaled_dot_product_attention or an explicit softmax")
-    return _found(rows, ["layer", "row", "position", "heads", "weight"], 3, kept[0])
+    rule = f"a head's mean attention above {threshold:.12g}, over at least {queries} queries"
+    return _found(rows, ["layer", "row", "position", "heads", "weight"], 3, kept[0], rule, nearest)
 
 
 class _KeyWatch(AttentionWatch):
@@ -143,7 +161,26 @@ class _KeyWatch(AttentionWatch):
             self.share = (keys.float().logsumexp(-1) - x.float().logsumexp(-1)).exp()[..., None]
 
 
-def _found(rows: list[tuple], columns: list[str], place: int, counted: Tensor) -> FoundTokens:
+class _Nearest:
+    """The row that comes nearest to a rule, over layers."""
+
+    def __init__(self, columns: list[str]):
+        self.columns = columns
+        self.row: dict[str, Any] | None = None
+        self._share = 0.0
+
+    def see(self, share: Tensor, judged: Tensor, row: Callable[[Sequence[int]], tuple]) -> None:
+        """Of a layer: shares of the limit, or what one limit holds for; where they are judged; the row of a place."""
+        share = torch.where(judged, share, -1).nan_to_num(-1)
+        most = share.max()
+        if most > self._share:
+            place = [int(index) for index in torch.unravel_index(share.argmax(), share.shape)]
+            self._share, self.row = float(most), dict(zip(self.columns, row(place), strict=True))
+
+
+def _found(
+    rows: list[tuple], columns: list[str], place: int, counted: Tensor, rule: str, nearest: _Nearest
+) -> FoundTokens:
     """Rows in order of layer; columns 1 to `place` say what is the same over layers."""
     import pandas
 
@@ -159,4 +196,5 @@ def _found(rows: list[tuple], columns: list[str], place: int, counted: Tensor) -
             last += 1
         spanned.append((*row, first, last))
         mask[row[1], row[2]] = True
-    return FoundTokens(pandas.DataFrame(spanned, columns=[*columns, "first_layer", "last_layer"]), mask)
+    table = pandas.DataFrame(spanned, columns=[*columns, "first_layer", "last_layer"])
+    return FoundTokens(table, mask, rule, nearest.row)

@@ -36,17 +36,20 @@ def probe_report(
     any_size: bool = False,
     progress: bool = True,
 ) -> str:
-    """Measure a model layer by layer: a language model on a text file, a model of images on a folder of them.
+    """Measure a model layer by layer: a model of text on a text file, a model of images on a folder of them.
 
     Writes into `out`:
 
         table.parquet, table.csv    site, layer, metric, mask, value
         skip_sensitivity.csv, angular_distance.csv, logit_lens.csv
-        massive_activations.csv     values of the stream far above all others, in the first batch
+        massive_activations.csv     values of the stream far above all others, with their tokens, in the first batch
         attention_sinks.csv         tokens that take most attention, in the first batch
         spans.csv                   the cheapest blocks to drop
         mergekit-drop-N.yaml        the same for mergekit, for N blocks
         report.html                 the page; it reads plotly.min.js next to it
+
+    A model without a language-model head (an encoder, a classifier, a reranker), or whose files lack it, is measured
+    without a loss; what needs one is left out.
 
     A model of several stacks (an encoder and a decoder) has a column `stack` in the table. Names of the other files
     then begin with a stack's name. Several models, texts or revisions give one page and one table instead, whose first
@@ -125,14 +128,14 @@ def _name(model: str | nn.Module) -> str:
 
 def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, progress: bool) -> str:
     """Record one case with its experiments. Returns the summary."""
-    from normlab.report.page import model_parts, span_line, write_page
+    from normlab.report.page import model_page, span_line, write_page
 
     data = batches(loaded, path, length, rows)
     stacks = measure(loaded, data)
     for stack in stacks:
-        experiment(stack, data, progress)
-    loss = stacks[0].loss
-    parts = model_parts(stacks, _about(data, path, loss))
+        experiment(stack, loaded, data, progress)
+    remarks = _remarks(loaded, stacks)
+    opening, sections = model_page(stacks, f"{'; '.join([_about(data, path), *remarks])}.", loaded.scheme)
     lines: list[str] = []
     with whole_files(folder) as staged:
         _write_table(_table(stacks), staged)
@@ -144,9 +147,8 @@ def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, pr
             for row, config in stack.cuts(loaded):
                 (staged / f"{stem}mergekit-drop-{row.length}.yaml").write_text(config, encoding="utf-8")
                 lines.append(span_line(row))
-        page = write_page(staged, f"{_short(loaded.name)}, layer by layer", parts)
-    lines += [] if loss is None else [f"loss {loss:.4f} nats a label"]
-    return _summary(lines, folder, folder / page.name)
+        page = write_page(staged, f"{short_names([loaded.name])[loaded.name]}, layer by layer", opening, sections)
+    return _summary(lines + remarks, folder, folder / page.name)
 
 
 def _series(
@@ -155,30 +157,45 @@ def _series(
     """Record every case in turn, with one model in memory at a time. Returns the summary."""
     import pandas
 
-    from normlab.report.page import left_out, series_parts, write_page
+    from normlab.report.facts import left_out
+    from normlab.report.page import series_page, write_page
 
     tables: list[pandas.DataFrame] = []
-    losses: dict[str, float | None] = {}
-    missing: list[str] = []
+    losses: dict[str, str] = {}
+    named: dict[str, str] = {}
+    missing: dict[str, list[tuple[str, str]]] = {}
+    schemes: dict[str, str] = {}
     about = ""
     for case, held, path in cases:
         data = batches(held[0], path, length, rows)
         stacks = measure(held[0], data)
         label = case if case not in losses else f"{case} ({len(losses) + 1})"  # two of one name
-        missing += [f"{label}, {words}" for stack in stacks for words in left_out(stack)]
-        losses[label] = stacks[0].loss
+        named[label] = case
+        missing[label] = [pair for stack in stacks for pair in left_out(stack)]
+        losses[label] = "; ".join(_remarks(held[0], stacks))
+        if by == "model" and held[0].scheme is not None:
+            schemes[label] = held[0].scheme
         table = _table(stacks)
         table.insert(0, by, label)
         tables.append(table)
-        about = f"{len(losses)} texts." if by == "text" else _about(data, path, None)
+        about = f"{len(losses)} texts" if by == "text" else _about(data, path)
         del stacks, data  # which know the model
     table = pandas.concat(tables, ignore_index=True)
-    parts = series_parts(table, by, losses, missing, about)
-    title = " and ".join(map(_short, losses)) if by == "model" else f"{_short(name)}, by {by}"
+    shorter = short_names(named.values())
+    short = {label: label.replace(case, shorter[case], 1) for label, case in named.items()}
+    opening, sections = series_page(
+        table.assign(**{by: table[by].map(short)}),
+        by,
+        {short[label]: line for label, line in losses.items()},
+        {short[label]: pairs for label, pairs in missing.items()},
+        f"{about}.",
+        {short[label]: scheme for label, scheme in schemes.items()},
+    )
+    title = " and ".join(short.values()) if by == "model" else f"{short_names([name])[name]}, by {by}"
     with whole_files(folder) as staged:
         _write_table(table, staged)
-        page = write_page(staged, title, parts)
-    lines = [f"{label}: " + ("no labels" if loss is None else f"loss {loss:.4f}") for label, loss in losses.items()]
+        page = write_page(staged, title, opening, sections)
+    lines = [f"{label}: {line}" for label, line in losses.items()]
     return _summary(lines, folder, folder / page.name)
 
 
@@ -202,17 +219,27 @@ def _write_table(table: pandas.DataFrame, folder: Path) -> None:
     table.to_csv(folder / "table.csv", index=False)
 
 
-def _about(data: Batches, path: Path, loss: float | None) -> str:
-    """The data and the loss in a sentence."""
+def _about(data: Batches, path: Path) -> str:
+    """The data in words."""
     count, first = sum(len(next(iter(batch.values()))) for batch in data), data[0]
     if "pixel_values" in first:
         what = f"{count} images"
     else:
-        source = first["labels"].shape[1] if "decoder_input_ids" in first else 0
-        what = f"{count} pieces of {first['input_ids'].shape[1] + source} tokens"
-    return f"{what} of {path}" + ("." if loss is None else f"; loss {loss:.4f} nats a label.")
+        target = first["decoder_input_ids"].shape[1] if "decoder_input_ids" in first else 0
+        what = f"{count} pieces of {first['input_ids'].shape[1] + target} tokens"
+    return f"{what} of {path.name}"
 
 
-def _short(name: str) -> str:
-    """A directory's last part; a hub name as it is."""
-    return Path(name).name if Path(name).is_dir() else name
+def _remarks(loaded: Loaded, stacks: list[Measured]) -> list[str]:
+    """The loss, or why there is none, and what is random in the model."""
+    return [words for words in (stacks[0].loss_line(loaded), loaded.remark) if words]
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Names without the folders that lead to them: as much of each directory as tells it from the others."""
+    parts = {name: Path(name).parts if Path(name).is_dir() else (name,) for name in names}
+    for count in range(1, max(map(len, parts.values())) + 1):
+        short = {name: "/".join(of[-count:]) for name, of in parts.items()}
+        if len(set(short.values())) == len(short):
+            break
+    return short

@@ -11,7 +11,7 @@ import torch
 from normlab.differences import Difference, diff
 from normlab.errors import NormlabError
 from normlab.files import whole_files
-from normlab.report.inputs import batches, check_input, check_size, float_type, load
+from normlab.report.inputs import Loaded, batches, check_input, check_size, float_type, load
 
 ARRAYS = (".npz", ".safetensors")
 
@@ -50,32 +50,37 @@ def difference_report(
     if is_file and gradients:
         raise NormlabError("gradients are compared between two models: leave out --gradients")
     computed_in = None if dtype is None else float_type(dtype)
-    loaded = load(a, device=device, any_size=any_size)
-    if loaded.task != "causal":
-        raise NormlabError(f"{a} is a {loaded.task} model: this compares causal language models")
+    loaded = _causal(a, load(a, device=device, any_size=any_size))
     batch = {"input_ids": torch.cat([part["input_ids"] for part in batches(loaded, text, length, rows)])}
-    other: Any = b if is_file else load(b, loaded.reader, device=device, any_size=any_size).model
+    other: Any = b if is_file else _causal(b, load(b, loaded.reader, device=device, any_size=any_size)).model
     result = diff(loaded.model, other, batch, gradients=gradients, dtype=computed_in)
     if out is not None:
         write_difference(result, Path(out), f"{Path(a).name} and {Path(b).name}")
     return result
 
 
+def _causal(name: str, loaded: Loaded) -> Loaded:
+    """The model, if it is a causal language model with a head of its own."""
+    if loaded.task != "causal" or loaded.no_loss:
+        what = loaded.no_loss or f"it is a {loaded.task} model"
+        raise NormlabError(f"{name}: {what}; this compares causal language models")
+    return loaded
+
+
 def write_difference(result: Difference, folder: Path, title: str) -> Path:
     """Write the table of a comparison and its page; return the page's path."""
     from normlab.figures.report import difference_figure
-    from normlab.report.page import write_page
+    from normlab.report.page import Section, drawn, write_page
 
     causes = "".join(f"<li>{html.escape(cause)}</li>" for cause in (*result.causes, *result.notes))
     table = result.table.to_html(index=False, float_format=lambda x: f"{x:.3g}", border=0)
-    parts = [
-        f"<p><b>{html.escape(result.verdict)}</b></p><ul>{causes}</ul>",
-        difference_figure(result.table),
-        f"<details open><summary>All sites, in order of computation</summary>{table}</details>",
-        "<p>Both are root mean squares over tokens of |x - y| / |x|. The difference is between the two models in "
-        "float64, the noise between the first one in float32 and in float64.</p>",
-    ]
+    opening = f"<p><b>{html.escape(result.verdict)}</b></p><ul>{causes}</ul>"
+    words = (
+        "<p>Difference and noise are root mean squares over tokens of |x - y| / |x|. The difference is between the two "
+        "models in float64, the noise between the first one in float32 and in float64.</p>"
+    )
+    all_sites = Section("All sites, in order of computation", f'{words}<div class="scroll">{table}</div>')
     with whole_files(folder) as staged:
         result.table.to_csv(staged / "difference.csv", index=False)
-        page = write_page(staged, title, parts)
+        page = write_page(staged, title, opening, [drawn(difference_figure(result.table)), all_sites])
     return folder / page.name

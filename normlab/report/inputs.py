@@ -1,6 +1,7 @@
 """Inputs of a report: a model with its tokenizer or image processor, and batches of texts or images.
 
-load          a saved or hub model by its own task: causal, masked or sequence-to-sequence language model, or images
+load          a saved or hub model by its own task: causal, masked or sequence-to-sequence language model, images, or
+              an encoder of text without a language-model head (embeddings, rerankers, classifiers)
 batches       the batches it is run on
 check_input   refuse a text that no model can be run on
 check_size    refuse rows that hold nothing
@@ -11,7 +12,7 @@ A model of images and text is measured on text alone, as a causal language model
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from normlab.errors import (
     of_its_files_size,
     require_fit,
 )
+from normlab.schemes import SCHEMES
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASKED_SHARE = 0.15  # of the tokens of a masked language model's batch, as BERT was trained
@@ -40,18 +42,32 @@ TASKS = {
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
     "image-text": ("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+    "encoder": ("AutoModel", "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES"),
 }
+NO_LOSS = {"image": "images have no labels", "encoder": "the model has no language-model head"}
 Batches = list[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, its tokenizer or image processor, its task (causal, masked, seq2seq, image) and its name."""
+    """A model, its tokenizer or image processor, its task (causal, masked, seq2seq, image, encoder) and its name.
+
+    `no_loss` says why its predictions are not judged; empty if they are. `remark` names random weights beside the
+    layers.
+    """
 
     model: nn.Module
     reader: Any
     task: str
     name: str
+    no_loss: str = ""
+    remark: str = ""
+
+    @property
+    def scheme(self) -> str | None:
+        """The scheme of a model of ours."""
+        scheme = getattr(getattr(self.model, "config", None), "scheme", None)
+        return scheme if scheme in SCHEMES else None
 
 
 def load(
@@ -80,7 +96,9 @@ def load(
     if isinstance(model, nn.Module):
         if reader is None:
             raise NormlabError("a model without a name has no tokenizer: pass tokenizer=")
-        return Loaded(model.eval(), reader, _task([type(model).__name__], False), type(model).__name__)
+        name = type(model).__name__
+        task = _task([name], getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        return Loaded(model.eval(), reader, task, name, NO_LOSS.get(task, ""))
     try:
         import transformers
     except ImportError as error:
@@ -96,13 +114,19 @@ def load(
             written, _ = transformers.PretrainedConfig.get_config_dict(source, **options)
             with loads_quietly(), of_its_files_size(source, written, any_size):
                 config = transformers.AutoConfig.from_pretrained(source, **options)
-                task = _task(getattr(config, "architectures", None) or [], getattr(config, "is_encoder_decoder", False))
+                architectures = getattr(config, "architectures", None) or []
+                task = _task(architectures, getattr(config, "is_encoder_decoder", False))
                 auto = getattr(transformers, TASKS[task][0])
+                own = _class_of(architectures[0]) if task == "encoder" else None
+                auto = own if own is not None and own.config_class is type(config) else auto
                 how: dict[str, Any] = {"dtype": wanted, "output_loading_info": True, "ignore_mismatched_sizes": True}
                 how |= {"device_map": "auto"} if device == "auto" else {}
                 loaded: Any
                 loaded, info = auto.from_pretrained(source, **how, **options)
-            require_fit(source, info, _of_a_block)
+            random = _beside_the_body(loaded, info["missing_keys"])
+            require_fit(source, info | {"missing_keys": set(info["missing_keys"]) - set(random)}, _of_a_block)
+            if task == "encoder":
+                loaded = loaded.base_model  # no layer reads a classifier's head, and some run on padded rows alone
             if reader is None:
                 what = "image processor" if task == "image" else "tokenizer"
                 kind = transformers.AutoImageProcessor if task == "image" else transformers.AutoTokenizer
@@ -118,7 +142,14 @@ def load(
         except (RuntimeError, AssertionError) as error:
             raise NormlabError(f"device {device!r} cannot be used: {first_line(error)}") from error
     name = model if revision is None else f"{model}@{revision}"
-    return Loaded(loaded.eval(), reader, "causal" if task == "image-text" else task, name)
+    task = "causal" if task == "image-text" else task
+    no_loss, remark = NO_LOSS.get(task, ""), ""
+    lacking = f", as the files lack {random[0]}{f' and {len(random) - 1} more' * bool(random[1:])}" if random else ""
+    if not no_loss and any("pooler" not in key for key in random):
+        no_loss = f"the head is random{lacking}"
+    elif random:
+        remark = f"random weights that no layer reads{lacking}"
+    return Loaded(loaded.eval(), reader, task, name, no_loss, remark)
 
 
 def _source(model: str, revision: str | None) -> tuple[str, dict[str, Any]]:
@@ -141,6 +172,20 @@ def _of_a_block(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
 
 
+def _beside_the_body(model: Any, missing: Collection[str]) -> list[str]:
+    """Of the weights that the files lack, those that no layer reads: of a head or a pooler, in order of name."""
+    if not missing:
+        return []
+    names = {module: name for name, module in model.named_modules()}
+    body, head = names[model.base_model], names.get(model.get_output_embeddings())
+    heads = (f"{head}.",) if head else ()
+    return sorted(
+        key
+        for key in missing
+        if "pooler" in key.split(".") or (body and not key.startswith(f"{body}.")) or key.startswith(heads)
+    )
+
+
 def float_type(name: str) -> torch.dtype:
     """The type of that name. NormlabError for a name that is none."""
     found = getattr(torch, name, None)
@@ -150,14 +195,27 @@ def float_type(name: str) -> torch.dtype:
 
 
 def _task(architectures: Sequence[str], is_encoder_decoder: bool) -> str:
-    """The task, by transformers' own mappings of classes to tasks."""
+    """The task, by transformers' own mappings of classes to tasks. Its other classes of text are encoders.
+
+    A class that is not transformers' is taken for a language model.
+    """
     from transformers.models.auto import modeling_auto
 
     for task, (_, mapping) in TASKS.items():
         names = getattr(modeling_auto, mapping).values()
         if set(architectures) & {name for name in names if isinstance(name, str)}:
             return task
-    return "seq2seq" if is_encoder_decoder else "causal"
+    if is_encoder_decoder:
+        return "seq2seq"
+    return "encoder" if any(map(_class_of, architectures)) else "causal"
+
+
+def _class_of(architecture: str) -> Any:
+    """transformers' class of that name; None if there is none."""
+    import transformers
+
+    found = getattr(transformers, architecture, None)
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
 def check_size(length: int, rows: int) -> None:
@@ -176,7 +234,7 @@ def batches(loaded: Loaded, path: Path, length: int, rows: int) -> Batches:
     """At most `rows` pieces of `length` tokens of a text file, or `rows` images of a folder, on the model's device.
 
     Labels are the text itself. Those of a masked model are the hidden tokens. For a sequence-to-sequence model the
-    first half of a row is the source and the second half the labels. Images have none.
+    first half of a row is the source and the second half the labels. There are none where `loaded.no_loss` says why.
 
     Raises:
         NormlabError: the file is missing, empty, binary or too short; the folder has no image, or one that cannot be
@@ -217,7 +275,10 @@ def _labelled(loaded: Loaded, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         middle = ids.shape[1] // 2
         labels = ids[:, middle:].contiguous()
         shifted = loaded.model.prepare_decoder_input_ids_from_labels(labels=labels)  # type: ignore[operator]
-        return {"input_ids": ids[:, :middle], "decoder_input_ids": shifted, "labels": labels}
+        batch = {"input_ids": ids[:, :middle], "decoder_input_ids": shifted}
+        return batch if loaded.no_loss else batch | {"labels": labels}
+    if loaded.no_loss:
+        return {"input_ids": ids}
     if loaded.task == "masked":
         token = loaded.reader.mask_token_id
         if token is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from normlab.probes import (
     stacks,
 )
 from normlab.probes.forward_call import IGNORED_LABEL
+from normlab.probes.tokens import FoundTokens
 from normlab.report.inputs import Batches, Loaded
 
 if TYPE_CHECKING:
@@ -41,14 +44,28 @@ class Measured:
     where: Sites
     stats: LayerStats
     loss: float | None  # the mean of the model's own loss, nats per label
+    choices: int  # what a label is one of; 0 without a loss
     tables: dict[str, pandas.DataFrame] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    found: dict[str, FoundTokens] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)  # experiment -> the reason
 
     def cuts(self, loaded: Loaded) -> list[tuple[Any, str]]:
         """Rows of the table of spans, each with its mergekit configuration."""
         rows = self.tables["spans"].itertuples() if "spans" in self.tables else ()
         dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
         return [(row, mergekit_config(loaded.name, row.keep, dtype)) for row in rows]
+
+    def loss_line(self, loaded: Loaded) -> str:
+        """The loss, and whether it is worse than all tokens alike; or why there is none."""
+        if self.loss is None:
+            return f"no loss: {loaded.no_loss}"
+        line, guess = f"loss {self.loss:.4f} nats a label", math.log(self.choices) if self.choices else math.inf
+        if not self.loss > guess:  # a loss that is no number is not
+            return line
+        return (
+            f"{line}, above a guess (ln {self.choices} = {guess:.4f}): a random head, or a model that does not know "
+            "such text"
+        )
 
 
 def measure(loaded: Loaded, batches: Batches) -> list[Measured]:
@@ -73,8 +90,10 @@ def measure(loaded: Loaded, batches: Batches) -> list[Measured]:
     return measured
 
 
-def _recorded(where: Sites, loaded: Loaded, batches: Batches, metrics: list[str]) -> tuple[LayerStats, float | None]:
-    dtype, total, count = next(loaded.model.parameters()).dtype, 0.0, 0.0
+def _recorded(
+    where: Sites, loaded: Loaded, batches: Batches, metrics: list[str]
+) -> tuple[LayerStats, float | None, int]:
+    dtype, total, count, choices = next(loaded.model.parameters()).dtype, 0.0, 0.0, 0
     # A loss in 8 or 11 bits is too coarse to be compared with its logits, so the count of its labels is given.
     coarse = partial(_labels_averaged, loaded.task) if torch.finfo(dtype).bits < 32 else None
     with record(where, metrics, loss_tokens=coarse) as recorder, torch.set_grad_enabled("labels" in batches[0]):
@@ -84,7 +103,9 @@ def _recorded(where: Sites, loaded: Loaded, batches: Batches, metrics: list[str]
                 recorder.backward(output.loss)
                 labels = _label_count(batch["labels"], loaded.task)
                 total, count = total + float(output.loss.detach()) * labels, count + labels
-    return recorder.stats(), total / count if count else None
+                logits = getattr(output, "logits", None)
+                choices = 0 if logits is None else logits.shape[-1]
+    return recorder.stats(), total / count if count else None, choices
 
 
 def _called(loaded: Loaded, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
@@ -108,29 +129,56 @@ def _label_count(labels: torch.Tensor, task: str) -> float:
     return float(((labels[:, 1:] if task == "causal" else labels) != IGNORED_LABEL).sum())
 
 
-def experiment(measured: Measured, batches: Batches, progress: bool) -> None:
+def experiment(measured: Measured, loaded: Loaded, batches: Batches, progress: bool) -> None:
     """Run the experiments that apply; `left_out` names the others."""
     few, where = batches[: max(1, len(batches) // 4)], measured.where
-    changes = [why for why in measured.stats.manifest["absent"].values() if "changes the stream" in why]
-    if changes or "labels" not in batches[0]:
-        without = "blocks that change the stream's shape" if changes else "images without labels"
-        measured.left_out.append(
-            f"skip_sensitivity, angular_distance, logit_lens, tokens unlike all others, spans: not for {without}"
-        )
-        return
-    parts = ["block", "attention", "mlp"]
-    tests = {
-        "skip_sensitivity": lambda: skip_sensitivity(where, few, parts=parts, progress=progress),
-        "angular_distance": lambda: angular_distance(where, few, progress=progress),
+    not_at_all = "" if "input_ids" in batches[0] else "not for images"
+    if any("changes the stream" in why for why in measured.stats.manifest["absent"].values()):
+        not_at_all = "blocks change the stream's shape"
+    of_loss: dict[str, Callable[[], pandas.DataFrame]] = {
+        "skip_sensitivity": lambda: skip_sensitivity(
+            where, few, parts=["block", "attention", "mlp"], progress=progress
+        ),
         "logit_lens": lambda: logit_lens_kl(where, few, progress=progress),
-        "massive_activations": lambda: massive_activations(where, batches[0]).table,
-        "attention_sinks": lambda: attention_sinks(where, batches[0]).table,
         "spans": lambda: cheapest_spans(where, batches[: max(2, len(few))], progress=progress),
     }
-    for name, test in tests.items():
-        if name == "spans" and where.depth < 2:
-            continue
-        try:
-            measured.tables[name] = test()
-        except Exception as error:  # the model's own code: what it raises cannot be known
-            measured.left_out.append(f"{name}: {in_one_line(error)}")
+    if where.depth < 2:
+        del of_loss["spans"]
+    of_stream: dict[str, Callable[[], pandas.DataFrame]] = {
+        "angular_distance": lambda: angular_distance(where, few, progress=progress),
+        "massive_activations": lambda: _tokens(measured, loaded, batches[0], massive_activations),
+        "attention_sinks": lambda: _tokens(measured, loaded, batches[0], attention_sinks),
+    }
+    for name, test in (of_loss | of_stream).items():
+        if not_at_all:
+            measured.left_out[name] = not_at_all
+        elif name in of_loss and loaded.no_loss:
+            measured.left_out[name] = "these need a loss"
+        else:
+            try:
+                measured.tables[name] = test()
+            except Exception as error:  # the model's own code: what it raises cannot be known
+                measured.left_out[name] = in_one_line(error)
+
+
+def _tokens(
+    measured: Measured, loaded: Loaded, batch: dict[str, torch.Tensor], find: Callable[..., FoundTokens]
+) -> pandas.DataFrame:
+    """Find tokens in a batch, and keep them in `measured.found`. The table and `nearest` have the tokens' text."""
+    found = find(measured.where, batch)
+    is_decoder = "decoder" in measured.name and "decoder_input_ids" in batch
+    ids = batch["decoder_input_ids" if is_decoder else "input_ids"]
+    rows = zip(found.table["row"], found.table["position"], strict=True)
+    texts = [_text(loaded.reader, ids[row, position]) for row, position in rows]
+    found.table.insert(found.table.columns.get_loc("position") + 1, "token", texts)
+    if found.nearest is not None:
+        token = _text(loaded.reader, ids[found.nearest["row"], found.nearest["position"]])
+        place = {name: found.nearest[name] for name in ("layer", "row", "position")}
+        found = replace(found, nearest=place | {"token": token} | found.nearest)
+    measured.found[find.__name__] = found
+    return found.table
+
+
+def _text(reader: Any, token: torch.Tensor) -> str:
+    """A token's text, with what does not print escaped."""
+    return repr(reader.decode([int(token)]))[1:-1]

@@ -1,16 +1,18 @@
 """Pages of a report, and the file plotly.min.js that pages of normlab share.
 
-write_page       HTML parts and figures as one page
+Section          one folded part of a page: a figure, or HTML
+write_page       an opening, contents and sections as one page
 write_plotly     plotly.js next to pages that read it
-model_parts      the page of one model on one text
-series_parts     the page of several recordings
+model_page       the page of one model on one text
+series_page      the page of several recordings
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,56 @@ from normlab.figures.report import (
 )
 from normlab.figures.theme import CONFIG
 from normlab.probes.metrics import metric_row
+from normlab.report.facts import FOUND, by_reason, growth, left_out, stack_facts, step
 from normlab.report.measure import Measured
 
-FOUND = {"massive_activations": "Massive activations", "attention_sinks": "Attention sinks"}  # by table
+Pairs = list[tuple[str, str]]  # what was not measured, and why
 PLOTLY_FILE = "plotly.min.js"
 STYLE = """body{font:15px/1.55 Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif;max-width:62rem;
-margin:2rem auto;padding:0 1.2rem;color:#24292f;background:#fff}h1{font-size:26px}h2{font-size:20px;margin-top:2.4rem}
-table{border-collapse:collapse;font-size:13px}td,th{padding:.15rem .6rem;border-bottom:1px solid #ddd;text-align:right}
+margin:2rem auto;padding:0 1.2rem;color:#24292f;background:#fff}h1{font-size:26px;overflow-wrap:anywhere}
+h2{font-size:20px;margin-top:2.4rem}table{border-collapse:collapse;font-size:13px}
+td,th{padding:.15rem .6rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
 td:first-child,th:first-child{text-align:left}pre{background:#f6f7f9;padding:.8rem;white-space:pre-wrap;font-size:12px}
-details{margin:.6rem 0}summary{cursor:pointer}"""
+a{color:#0b5cad}li{margin:.25rem 0;overflow-wrap:anywhere}
+nav ul{columns:19rem;padding-left:1.2rem;font-size:14px;margin-top:0}
+nav li{margin:0}nav p{margin:.6rem 0 0}
+details{margin:.3rem 0;border-top:1px solid #e8eaed;padding-top:.3rem}summary{cursor:pointer;font-weight:600}
+details p{margin:.3rem 0;font-size:13px;color:#52606d}.scroll{overflow-x:auto}.wide>div{min-width:40rem}"""
+# A figure has no size while it is folded. A link of the contents unfolds what it leads to.
+SCRIPT = """for(const part of document.querySelectorAll("details"))part.addEventListener("toggle",()=>{
+if(part.open)part.querySelectorAll(".plotly-graph-div").forEach(figure=>Plotly.Plots.resize(figure))});
+const unfold=hash=>{const part=hash&&document.getElementById(hash.slice(1));if(part)part.open=true};
+document.querySelectorAll("nav a").forEach(link=>link.addEventListener("click",()=>unfold(link.hash)));
+unfold(location.hash);"""
+LINES_HEIGHT = 290  # pixels of a figure of lines on a page
+TOP = 34  # pixels above its axes: for a legend
+WIDE = 9  # letters of the names beside a heat map, from which a narrow page scrolls it
+SHOWN_ROWS = 50
+FIRST = ("rms",)  # metrics before the experiments
+
+
+@dataclass(frozen=True)
+class Section:
+    """A folded part of a page: `body` is HTML above the figure. Sections of one `group` have it for a heading."""
+
+    title: str
+    body: str = ""
+    figure: go.Figure | None = None
+    group: str = ""
+
+
+def drawn(figure: go.Figure, group: str = "") -> Section:
+    """A figure as a section. What was its title and subtitle is then the page's, and it is flat."""
+    title, words = figure.layout.title.text, figure.layout.title.subtitle.text or ""
+    is_lines = all(trace.type == "scatter" for trace in figure.data)
+    height = LINES_HEIGHT if is_lines else figure.layout.height - figure.layout.margin.t + TOP
+    legend = dict(orientation="h", x=0, xanchor="left", y=1, yanchor="bottom")
+    figure.update_layout(title=None, height=height, margin=dict(t=TOP), legend=legend)
+    return Section(_plain(title), f"<p>{html.escape(_plain(words))}</p>" if words else "", figure, group)
+
+
+def _plain(text: str) -> str:
+    return text.replace("<br>", " ")
 
 
 def write_plotly(folder: Path) -> None:
@@ -44,74 +87,126 @@ def write_plotly(folder: Path) -> None:
     (folder / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
 
 
-def write_page(folder: Path, title: str, parts: Sequence[str | go.Figure]) -> Path:
-    """Write `report.html` with its plotly.js. `parts`: HTML, or figures."""
+def write_page(folder: Path, title: str, opening: str, sections: Sequence[Section], unfolded: int = 2) -> Path:
+    """Write `report.html` with its plotly.js: the opening (HTML), links to the sections, and these.
+
+    unfolded: the first so many sections are open.
+    """
     write_plotly(folder)
-    options: dict[str, Any] = dict(full_html=False, include_plotlyjs=False, config=CONFIG)
-    texts = [part if isinstance(part, str) else part.to_html(**options) for part in parts]
+    options: dict[str, Any] = dict(full_html=False, include_plotlyjs=False, config=CONFIG | {"responsive": True})
+    links, parts = "", ""
+    for number, section in enumerate(sections, 1):
+        if number == 1 or section.group != sections[number - 2].group:
+            group = html.escape(section.group)
+            links += f"{'</ul>' * (number > 1)}{f'<p>{group}</p>' * bool(group)}<ul>"
+            parts += f"<h2>{group}</h2>" * bool(group)
+        heading, body = html.escape(section.title), section.body
+        links += f'<li><a href="#part-{number}">{heading}</a></li>'
+        if section.figure is not None:
+            names = max((len(str(name)) for trace in section.figure.data for name in _names(trace)), default=0)
+            wide = " wide" * (names > WIDE)
+            body += f'<div class="scroll{wide}">{section.figure.to_html(**options)}</div>'
+        is_open = " open" * (number <= unfolded)
+        parts += f'<details id="part-{number}"{is_open}><summary>{heading}</summary>{body}</details>'
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
         f'<style>{STYLE}</style><script src="{PLOTLY_FILE}"></script>'
     )
-    body = f"<h1>{html.escape(title)}</h1>{''.join(texts)}"
+    contents = f"<nav><h2>Contents</h2>{links}</ul></nav>" * (len(sections) > unfolded)
+    body = f"<h1>{html.escape(title)}</h1>{opening}{contents}{parts}<script>{SCRIPT}</script>"
     path = folder / "report.html"
     path.write_text(f'<!doctype html><html lang="en">{head}{body}</html>', encoding="utf-8")
     return path
 
 
-def model_parts(measured: Sequence[Measured], about: str) -> list[str | go.Figure]:
-    """The page of one model on one text; each figure says the definition of its metric."""
-    parts: list[str | go.Figure] = [f"<p>{html.escape(about)}</p>"]
+def _names(trace: Any) -> Sequence[Any]:
+    """The names along a heat map's rows, which take room beside it."""
+    return [name for name in trace.y if isinstance(name, str)] if trace.type == "heatmap" else ()
+
+
+def model_page(measured: Sequence[Measured], about: str, scheme: str | None = None) -> tuple[str, list[Section]]:
+    """The opening and the sections of one model on one text.
+
+    Args:
+        measured: its stacks.
+        about: a sentence on the data and the loss.
+        scheme: of a model of ours, which has its colour.
+    """
+    missing = {one.name: left_out(one) for one in measured}
+    shared, own = _shared(missing)
+    opening = f"<p>{html.escape(about)}</p>"
     for one in measured:
-        parts += [f"<h2>{html.escape(one.name)}</h2>"] if one.name else []
-        parts += _stack_parts(one)
-    return parts
+        heading = f"<h2>{html.escape(one.name)}</h2>" if one.name else ""
+        facts = [*stack_facts(one), _missing(own[one.name] if len(own) > 1 else shared)]
+        opening += f"{heading}<ul>{''.join(f'<li>{html.escape(fact)}</li>' for fact in facts if fact)}</ul>"
+    opening += f"<p>{html.escape(_missing(shared))}</p>" if len(own) > 1 else ""
+    return opening, [section for one in measured for section in _sections(one, scheme)]
 
 
-def _stack_parts(one: Measured) -> list[str | go.Figure]:
-    table, tables = one.stats.to_pandas(), one.tables
-    parts: list[str | go.Figure] = [f"<pre>{html.escape(chr(10).join(one.stats.manifest['sites']))}</pre>"]
-    if one.stats.absent:
-        parts.append(f"<p>Do not apply to this model: {html.escape(', '.join(one.stats.absent))}.</p>")
-    parts += [f"<p>Left out: {html.escape(reason)}.</p>" for reason in left_out(one)]
-    has_scale = table.groupby(["metric", "site"])["layer"].transform("nunique") > 1  # the final norm has one layer
-    parts.append(layer_heatmap(table[has_scale] if one.where.depth > 1 else table))
-    draw = {"skip_sensitivity": skip_costs, "logit_lens": lens, "angular_distance": angles}
-    parts += [figure(tables[name]) for name, figure in draw.items() if name in tables]
-    found = set(table["metric"])
-    parts += [layer_figure(table, metric) for metric in one.stats.metrics if metric in found]
-    massive = one.stats.massive(top=3).query("mask == 'all'").drop(columns="mask")
-    shown = massive.to_html(index=False, float_format=lambda x: f"{x:.4g}", border=0)
-    parts.append(f"<details><summary>Largest features</summary>{shown}</details>")
-    parts += [_token_part(words, tables[name]) for name, words in FOUND.items() if name in tables]
+def _shared(missing: Mapping[str, Pairs]) -> tuple[Pairs, dict[str, Pairs]]:
+    """What is missing everywhere, and of each what is missing there besides."""
+    shared = [pair for pair in next(iter(missing.values())) if all(pair in pairs for pairs in missing.values())]
+    return shared, {name: [pair for pair in pairs if pair not in shared] for name, pairs in missing.items()}
+
+
+def _missing(pairs: Pairs) -> str:
+    return f"Left out: {'; '.join(by_reason(pairs))}." if pairs else ""
+
+
+def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
+    """The figures and tables of a stack; each figure says the definition of its metric."""
+    table, tables, group = one.stats.to_pandas(), one.tables, one.name
+
+    def colored(names: Sequence[str]) -> Mapping[str, str]:
+        return {} if scheme is None else {names[0]: scheme}
+
+    found = table[table["mask"] == "all"]
+
+    def by_layer(metrics: Sequence[str]) -> Iterator[Section]:
+        for metric in metrics:
+            rows = found[found["metric"] == metric]
+            if len(rows):
+                yield drawn(layer_figure(rows, metric, schemes=colored([*rows["site"]])), group)
+
+    yield from by_layer(FIRST)
+    if "skip_sensitivity" in tables:
+        costs = tables["skip_sensitivity"]
+        yield drawn(skip_costs(costs, colored([*costs["part"]])), group)
     if "spans" in tables:
         lines = "".join(f"<li>{html.escape(span_line(row))}</li>" for row in tables["spans"].itertuples())
-        parts.append(
-            "<h2>What to cut</h2><p>The span of blocks that costs least to drop, at each length, in nats a token with "
-            f"its 95% interval, chosen on other text than it is measured on where there is enough.</p><ul>{lines}</ul>"
+        words = (
+            "The span of blocks that costs least to drop, at each length, in nats a token with its 95% interval, "
+            "chosen on other text than it is measured on where there is enough."
         )
-    return parts
+        yield Section("What to cut", f"<p>{words}</p><ul>{lines}</ul>", group=group)
+    if "angular_distance" in tables:
+        yield drawn(angles(tables["angular_distance"]), group)
+    if "logit_lens" in tables:
+        yield drawn(lens(tables["logit_lens"], colored(["KL"])), group)
+    for name, title in FOUND.items():
+        if name in one.found:
+            yield Section(title, _token_table(one, name), group=group)
+    has_scale = table.groupby(["metric", "site"])["layer"].transform("nunique") > 1  # the final norm has one layer
+    yield drawn(layer_heatmap(table[has_scale] if one.where.depth > 1 else table), group)
+    yield from by_layer([metric for metric in one.stats.metrics if metric not in FIRST])
+    massive = one.stats.massive(top=3).query("mask == 'all'").drop(columns="mask")
+    yield Section("Largest features", _table(massive), group=group)
+    yield Section("Places", f"<pre>{html.escape(chr(10).join(one.stats.manifest['sites']))}</pre>", group=group)
 
 
-def _token_part(words: str, table: pd.DataFrame) -> str:
-    """The tokens unlike all others, in a sentence and a table of at most 50 rows."""
-    places = sorted(set(table["position"]))
-    named = ", ".join(map(str, places[:10])) + (" ..." if len(places) > 10 else "")
-    tokens = len(table[["row", "position"]].drop_duplicates())
-    found = f"{tokens} tokens of the first batch, at position {named}" if tokens else "none in the first batch"
-    shown = table.head(50).to_html(index=False, float_format=lambda x: f"{x:.4g}", border=0) if tokens else ""
-    return f"<details><summary>{words}: {found}</summary>{shown}</details>"
+def _table(table: pd.DataFrame) -> str:
+    shown = table.head(SHOWN_ROWS).to_html(index=False, float_format=lambda x: f"{x:.4g}", border=0)
+    more = f"<p>The first {SHOWN_ROWS} of {len(table)} rows.</p>" if len(table) > SHOWN_ROWS else ""
+    return f'<div class="scroll">{shown}</div>{more}'
 
 
-def left_out(one: Measured) -> list[str]:
-    """Sites of a stack that were not measured, with their layers and the reason."""
-    layers: dict[tuple[str, str], list[str]] = {}
-    for place, why in one.stats.manifest["absent"].items():
-        site, _, layer = place.rpartition(" ")
-        layers.setdefault((site, why), []).append(layer)
-    whose = [f"{site} of layer {', '.join(n)}: {why}" for (site, why), n in layers.items() if site != "tokens"]
-    tokens = [f"tokens {', '.join(n)}: {why}" for (site, why), n in layers.items() if site == "tokens"]
-    return [*whose, *tokens, *one.left_out]
+def _token_table(one: Measured, name: str) -> str:
+    """What was found by which rule; where nothing was, what came nearest."""
+    found = one.found[name]
+    words, table = f"In the first batch: {found.rule}.", found.table
+    if table.empty and found.nearest is not None:
+        words, table = f"None in the first batch: {found.rule}; the nearest:", pd.DataFrame([found.nearest])
+    return f"<p>{html.escape(words)}</p>{_table(table)}"
 
 
 def span_line(row: Any) -> str:
@@ -125,35 +220,40 @@ def span_line(row: Any) -> str:
     )
 
 
-def series_parts(
-    table: pd.DataFrame, by: str, losses: dict[str, float | None], missing: Sequence[str], about: str
-) -> list[str | go.Figure]:
+def series_page(
+    table: pd.DataFrame,
+    by: str,
+    losses: Mapping[str, str],
+    missing: Mapping[str, Pairs],
+    about: str,
+    schemes: Mapping[str, str],
+) -> tuple[str, list[Section]]:
     """The page of several recordings: a figure per metric at its default site, and heat maps of revisions.
 
     Args:
         table: columns `by`, stack, site, layer, metric, mask, value.
         by: "model", "text" or "revision".
-        losses: nats per label, by recording.
-        missing: sentences on what was not measured.
+        losses: recording -> its loss in words.
+        missing: recording -> what was not measured, and why.
         about: a sentence on the data.
+        schemes: recording -> the scheme of a model of ours.
     """
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{'-' if loss is None else f'{loss:.4f}'}</td></tr>"
-        for name, loss in losses.items()
-    )
-    parts: list[str | go.Figure] = [
-        f"<p>{html.escape(about)}</p><table><tr><th>{by}</th><th>loss (nats a label)</th></tr>{rows}</table>"
-    ]
-    parts += [f"<p>Left out: {html.escape(words)}.</p>" for words in missing]
+    shared, own = _shared(missing)
+    items = ""
+    for name, ours in table.groupby(by, sort=False):
+        stacks = [part for _, part in ours.groupby("stack", sort=False)]
+        facts = [fact(part) for fact in (growth, step) for part in stacks]
+        words = " ".join(filter(None, [f"{losses[str(name)]}.", *facts, _missing(own[str(name)])]))
+        items += f"<li><b>{html.escape(str(name))}</b>: {html.escape(words)}</li>"
+    opening = f"<p>{html.escape(about)}</p><ul>{items}</ul><p>{html.escape(_missing(shared))}</p>"
+    sections: list[Section] = []
     counted = table[table["mask"] == "all"]
     for stack, ours in counted.groupby("stack", sort=False):
-        if stack:
-            parts.append(f"<h2>{html.escape(str(stack))}</h2>")
         for metric, lines in ours.groupby("metric", sort=False):
             found = set(lines["site"])
             site = next(s for s in (metric_row(str(metric)).default_site, *sorted(found)) if s in found)
             lines = lines[lines["site"] == site].sort_values("layer")
-            parts.append(layer_figure(lines, str(metric), by=by))
+            sections.append(drawn(layer_figure(lines, str(metric), by=by, schemes=schemes), str(stack)))
             if by == "revision" and len(losses) > 1:
-                parts.append(recorded_map(lines, by, str(metric), site))
-    return parts
+                sections.append(drawn(recorded_map(lines, by, str(metric), site), str(stack)))
+    return opening, sections

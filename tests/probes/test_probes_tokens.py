@@ -77,6 +77,24 @@ def test_the_thresholds_of_the_paper_are_the_default_and_nothing_is_found_in_a_h
     assert normlab.massive_activations(planted().train(), batch).mask.nonzero().tolist() == [[0, 0], [1, 15]]
     healthy = normlab.massive_activations(tiny_llama(), batch)
     assert healthy.table.empty and not healthy.mask.any()
+    assert healthy.rule == "|h| above 100 and above 1,000 times the layer's median of |h|"
+
+
+def test_what_comes_nearest_to_a_rule_is_named_whether_it_is_found_or_not(batch):
+    model, real = tiny_llama(), batch["attention_mask"].bool()
+    sizes = [np.where(real[..., None], np.abs(h), 0) for h in block_outputs(model, batch)]
+    for least, ratio in ((1e-3, 1.0), (1e-3, 1000.0), (100.0, 1e-3)):
+        shares = [size / max(least, ratio * np.median(size[real])) for size in sizes]
+        layer = int(np.argmax([share.max() for share in shares]))
+        nearest = normlab.massive_activations(model, batch, least=least, ratio=ratio).nearest
+        place = np.unravel_index(shares[layer].argmax(), shares[layer].shape)
+        assert (nearest["layer"], nearest["row"], nearest["position"], nearest["feature"]) == (layer, *place)
+        assert abs(nearest["value"]) == pytest.approx(sizes[layer][place])
+    none, all_of_it = (normlab.attention_sinks(model, batch, threshold=t, queries=4) for t in (0.9, 0.01))
+    assert none.table.empty and none.nearest == all_of_it.nearest and none.rule.startswith("a head's mean attention ab")
+    most = all_of_it.table.query(f"layer == {none.nearest['layer']} and position == {none.nearest['position']}")
+    assert 0.01 < most["weight"].max() <= none.nearest["weight"] < 0.9
+    assert normlab.attention_sinks(model, batch, queries=1000).nearest is None
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

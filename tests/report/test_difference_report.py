@@ -2,7 +2,7 @@
 
 import pandas
 import pytest
-from test_probes_report import TEXT, save, tiny_llama
+from test_probes_report import TEXT, save, tiny_llama, without
 
 from normlab.cli import main
 from normlab.differences import write_arrays
@@ -43,6 +43,7 @@ def test_diff_of_a_model_with_itself_and_bad_input_are_one_line(ported, tmp_path
         [original, original, "--text", str(tmp_path / "none.txt")],
         [original, str(tmp_path / "b.npz"), "--text", str(text), "--gradients"],
         [original, original, "--text", str(text), "--dtype", "whole"],
+        [original, str(without(folder / "original", tmp_path / "headless", "lm_head")), "--text", str(text)],
     ):
         refused("diff", *arguments, "--quiet")
 

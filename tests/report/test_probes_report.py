@@ -2,6 +2,8 @@
 
 import gc
 import json
+import math
+import re
 import shutil
 import weakref
 from types import SimpleNamespace
@@ -12,11 +14,14 @@ import torch
 import transformers as hf
 from hub_helpers import served
 from probe_zoo import tiny_llama
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from normlab.errors import NormlabError
-from normlab.report import probe_report
+from normlab.figures.report import layer_figure
+from normlab.figures.theme import style_of
+from normlab.report import probe_report, short_names
 from normlab.report.inputs import batches, load
 from normlab.report.measure import measure
 from normlab.report.page import span_line
@@ -43,26 +48,141 @@ def save(model, folder):
     return folder
 
 
+ENCODER = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SHAPE = {"length": 16, "rows": 4, "progress": False}
 
 
-def test_a_saved_model_and_a_text_give_tables_and_a_page_that_fetches_nothing(saved, tmp_path):
-    summary = probe_report(str(saved), saved / "text.txt", out=tmp_path / "out", length=32, rows=8, progress=False)
-    assert "3 blocks" in summary and str(tmp_path / "out" / "report.html") in summary
-    table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
+@pytest.fixture(scope="module")
+def probed(saved, tmp_path_factory):
+    """The folder of a report on the saved model, and the summary."""
+    folder = tmp_path_factory.mktemp("report")
+    return folder, probe_report(str(saved), saved / "text.txt", out=folder, length=32, rows=8, progress=False)
+
+
+def test_a_saved_model_and_a_text_give_tables_and_a_page_that_fetches_nothing(probed):
+    folder, summary = probed
+    assert "3 blocks" in summary and str(folder / "report.html") in summary
+    table = pandas.read_parquet(folder / "table.parquet")
     assert list(table.columns) == ["site", "layer", "metric", "mask", "value"]
     assert {"token_l2_mean", "grad_l2_mean", "attention_entropy", "update_effective_rank"} <= set(table["metric"])
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (folder / "report.html").read_text()
     assert page.count("Plotly.newPlot(") == page.count('"showSendToCloud": false') > 0  # no button that uploads
-    assert "skip_delta_loss" in page and "Do not apply to this model: saturation" in page
+    assert "skip_delta_loss" in page and "Left out: saturation, " in page and "tanh_input_max, " in page
     assert len(page) < 1_000_000 and page.count("<script src=") == page.count('<script src="plotly.min.js">') == 1
-    assert (tmp_path / "out" / "plotly.min.js").stat().st_size > 1_000_000 and "simple_white" not in page
-    skipped = pandas.read_csv(tmp_path / "out" / "skip_sensitivity.csv")
+    assert (folder / "plotly.min.js").stat().st_size > 1_000_000 and "simple_white" not in page
+    skipped = pandas.read_csv(folder / "skip_sensitivity.csv")
     assert set(skipped["part"]) == {"block", "attention", "mlp"}
-    assert pandas.read_csv(tmp_path / "out" / "massive_activations.csv").empty
-    sinks = pandas.read_csv(tmp_path / "out" / "attention_sinks.csv")[["row", "position"]].drop_duplicates()
-    assert "Massive activations: none in the first batch" in page
-    assert f"Attention sinks: {len(sinks) or 'none'} {'tokens of' if len(sinks) else 'in'} the first batch" in page
+    assert pandas.read_csv(folder / "massive_activations.csv").empty
+    assert re.search("Massive activations: none [(].*1,000 .*[)]; the nearest is .* “[a-z]+” at position [0-9]+", page)
+
+
+def test_the_page_opens_with_facts_then_links_then_folded_figures_without_a_path_or_a_sentence_twice(saved, probed):
+    folder, _ = probed
+    page = (folder / "report.html").read_text()
+    opening, _, rest = page.partition("<h2>Contents</h2>")
+    facts = re.findall("<li>(.*?)</li>", opening)
+    assert [fact.split()[0] for fact in facts] == ["The", "Block", "Cheapest", "Massive", "Left"]
+    assert "Attention sinks: " in facts[3]
+    parts = re.findall('<details id="(.*?)"(.*?)><summary>(.*?)</summary>', rest)
+    assert re.findall('<a href="#(.*?)">(.*?)</a>', rest) == [(name, title) for name, _, title in parts]
+    assert [is_open for _, is_open, _ in parts] == [" open"] * 2 + [""] * (len(parts) - 2)
+    assert str(saved.parent) not in page and f"of {saved.name}/" not in page
+    said = [sentence for text in re.findall("<(?:li|p)>([^<]+)<", page) for sentence in text.split(". ")]
+    assert len(said) == len(set(said)) > 20
+    span = pandas.read_csv(folder / "spans.csv").iloc[0]
+    assert facts[2].startswith(f"Cheapest to leave out: block {span['first']}, for {span['skip_delta_loss']:+.3g} nats")
+    table = pandas.read_csv(folder / "table.csv").query("site == 'block_out' and mask == 'all'")
+    first, last = table[table["metric"] == "rms"].set_index("layer")["value"].loc[[1, 3]]
+    assert f"{last / first:.3g}-fold" in facts[0] or f"to {last / first:.3g} of" in facts[0] or "keeps" in facts[0]
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "DistilBertModel", "BertForSequenceClassification"])
+def test_a_model_without_a_language_model_head_is_measured_without_a_loss(tmp_path, kind):
+    of_distilbert = dict(dim=32, hidden_dim=48, n_heads=4, n_layers=2)
+    config = getattr(hf, kind).config_class(**ENCODER, **of_distilbert if kind == "DistilBertModel" else {})
+    folder = save(getattr(hf, kind)(config), tmp_path / "encoder")
+    summary = probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **{**SHAPE, "length": 32})
+    page = (tmp_path / "out" / "report.html").read_text()
+    for said in (summary, page):
+        assert said.count("no loss: the model has no language-model head") == 1
+    assert "skip_sensitivity, logit_lens, spans: these need a loss" in page and "turns the stream least" in page
+    assert {"token_l2_mean", "attention_entropy"} <= set(pandas.read_csv(tmp_path / "out" / "table.csv")["metric"])
+    assert pandas.read_csv(tmp_path / "out" / "angular_distance.csv").shape == (3, 4)
+    for name in ("massive_activations", "attention_sinks"):
+        assert "token" in pandas.read_csv(tmp_path / "out" / f"{name}.csv")
+    assert not (tmp_path / "out" / "skip_sensitivity.csv").exists()
+    given = load(getattr(hf, kind)(config), load(str(folder)).reader)
+    assert given.task == "encoder" and "labels" not in batches(given, folder / "text.txt", 16, 4)[0]
+
+
+def without(folder, copy, part):
+    """A copy of a saved model whose files lack all weights with that part in their names."""
+    shutil.copytree(folder, copy)
+    kept = {name: x for name, x in load_file(copy / "model.safetensors").items() if part not in name}
+    save_file(kept, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_a_head_that_the_files_lack_is_named_and_nothing_is_measured_by_it(saved, tmp_path):
+    folder = without(saved, tmp_path / "headless", "lm_head")
+    summary = probe_report(str(folder), saved / "text.txt", out=tmp_path / "out", **SHAPE)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all("no loss: the head is random, as the files lack lm_head.weight" in said for said in (summary, page))
+    assert "grad_l2_mean" not in set(pandas.read_csv(tmp_path / "out" / "table.csv")["metric"])
+    assert "logit_lens, spans: these need a loss" in page and not (tmp_path / "out" / "logit_lens.csv").exists()
+    encoder = save(hf.BertModel(hf.BertConfig(**ENCODER)), tmp_path / "encoder")
+    assert load(str(without(encoder, tmp_path / "poolerless", "pooler"))).remark == (
+        "random weights that no layer reads, as the files lack pooler.dense.bias and 1 more"
+    )
+    for part in ("layer.1.output.dense.weight", "word_embeddings"):
+        with pytest.raises(NormlabError, match=f"the weights lack .*{part}"):
+            load(str(without(encoder, tmp_path / part, part)))
+
+
+def test_a_loss_above_a_guess_is_said(saved, tmp_path):
+    model = hf.AutoModelForCausalLM.from_pretrained(saved)
+    model.lm_head.weight.data *= 100
+    reader = hf.AutoTokenizer.from_pretrained(saved)
+    summary = probe_report(model, saved / "text.txt", tokenizer=reader, out=tmp_path, **SHAPE)
+    words = f"above a guess (ln {model.config.vocab_size} = {math.log(model.config.vocab_size):.4f}): a random head"
+    assert words in summary and words in (tmp_path / "report.html").read_text()
+    loaded = load(model, reader)
+    (one,) = measure(loaded, batches(loaded, saved / "text.txt", 16, 4))
+    one.loss = math.log(model.config.vocab_size) - 1e-3
+    assert one.loss_line(loaded) == f"loss {one.loss:.4f} nats a label"
+
+
+def test_massive_activations_and_sinks_are_named_by_their_tokens(saved, tmp_path):
+    model, reader = hf.AutoModelForCausalLM.from_pretrained(saved), hf.AutoTokenizer.from_pretrained(saved)
+    model.model.embed_tokens.weight.data[reader.mask_token_id, 5] = 5000.0
+    (tmp_path / "text.txt").write_text("the cat <mask> sat on the mat and " * 20)
+    probe_report(model, tmp_path / "text.txt", tokenizer=reader, out=tmp_path, **{**SHAPE, "length": 32, "rows": 1})
+    page, table = (tmp_path / "report.html").read_text(), pandas.read_csv(tmp_path / "massive_activations.csv")
+    assert set(table["token"]) == {"<mask>"} and list(table["position"].unique()) == [2, 10, 18, 26]
+    assert "Massive activations: 4 tokens of the first batch, “&lt;mask&gt;” at position 2, 10, 18 ...; " in page
+    assert "<td>&lt;mask&gt;</td>" in page and "<mask>" not in page
+    assert "In the first batch: |h| above 100 and above 1,000 times the layer&#x27;s median of |h|" in page
+
+
+def test_lines_of_our_models_have_the_colour_of_their_scheme():
+    rows = [
+        {"model": name, "site": "block_out", "layer": layer, "metric": "rms", "mask": "all", "value": 1.0 + layer}
+        for name in ("other", "ours", "twin", "bhyt")
+        for layer in (1, 2)
+    ]
+    schemes = {"ours": "pre_rmsnorm", "twin": "pre_rmsnorm", "bhyt": "bhyt"}
+    other, ours, twin, bhyt = layer_figure(pandas.DataFrame(rows), "rms", by="model", schemes=schemes).data
+    assert (ours.line.color, ours.line.dash) == (style_of("pre_rmsnorm").color, style_of("pre_rmsnorm").dash)
+    assert bhyt.line.color == style_of("bhyt").color and twin.line.color == ours.line.color
+    assert twin.line.dash != ours.line.dash and other.line.color not in (ours.line.color, bhyt.line.color)
+
+
+def test_directories_are_called_by_as_much_of_their_names_as_tells_them_apart(tmp_path):
+    folders = [tmp_path / "a" / "model", tmp_path / "b" / "model"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    assert list(short_names(map(str, folders)).values()) == ["a/model", "b/model"]
+    assert list(short_names([str(folders[0]), "someone/model"]).values()) == ["model", "someone/model"]
 
 
 def test_encoder_and_decoder_are_both_in_the_table_and_on_the_page(tmp_path):
@@ -87,8 +207,7 @@ def test_what_one_sequence_says_of_a_span_has_no_interval():
 
 
 def test_a_masked_model_predicts_hidden_tokens(tmp_path):
-    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    folder = save(hf.BertForMaskedLM(hf.BertConfig(**shape)), tmp_path / "bert")
+    folder = save(hf.BertForMaskedLM(hf.BertConfig(**ENCODER)), tmp_path / "bert")
     summary = probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **SHAPE)
     assert "nats a label" in summary and "cheapest 1 to drop" in summary
     (batch,) = batches(load(str(folder)), folder / "text.txt", 16, 4)
@@ -97,8 +216,7 @@ def test_a_masked_model_predicts_hidden_tokens(tmp_path):
 
 
 def test_rows_are_as_long_as_the_models_table_of_positions_at_most(saved):
-    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    roberta = hf.RobertaForMaskedLM(hf.RobertaConfig(**shape, max_position_embeddings=20, pad_token_id=1))
+    roberta = hf.RobertaForMaskedLM(hf.RobertaConfig(**ENCODER, max_position_embeddings=20, pad_token_id=1))
     xlnet = hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=48))
     tokenizer = hf.AutoTokenizer.from_pretrained(saved)
     # RoBERTa's first position is 2, and XLNet's configuration says -1: no limit.
@@ -116,7 +234,8 @@ def test_an_experiment_that_fails_in_the_models_code_is_left_out_by_name(saved, 
 
     model.model.layers[1].register_forward_pre_hook(hook, with_kwargs=True)
     probe_report(model, saved / "text.txt", tokenizer=hf.AutoTokenizer.from_pretrained(saved), out=tmp_path, **SHAPE)
-    assert "skip_sensitivity: KeyError: &#x27;mine&#x27;" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert re.search("Left out: skip_sensitivity, .*: KeyError: &#x27;mine&#x27;", page)
     assert "token_l2_mean" in set(pandas.read_parquet(tmp_path / "table.parquet")["metric"])
 
 
@@ -137,7 +256,8 @@ def test_a_model_of_images_is_measured_on_a_folder_of_them(tmp_path):
     table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
     assert "token_l2_mean" in set(table["metric"]) and "grad_l2_mean" not in set(table["metric"])
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "3 images of" in page and "not for" in page
+    assert "3 images of" in page and "no loss: images have no labels" in page
+    assert "Left out: skip_sensitivity, logit_lens, " in page and "attention_sinks: not for images" in page
 
 
 def test_revisions_are_layers_over_training_in_their_order(saved, tmp_path):
@@ -216,8 +336,8 @@ def test_two_models_of_one_name_are_two_lines_and_what_was_left_out_of_each_is_s
     table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
     assert list(dict.fromkeys(table["model"])) == ["LlamaForCausalLM", "LlamaForCausalLM (2)"]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Left out: LlamaForCausalLM (2), attn of layer 3: the block&#x27;s output is not its input" in page
-    assert "Left out: LlamaForCausalLM, " not in page
+    assert re.search(r"<b>LlamaForCausalLM \(2\)</b>: .*attn of layer 3, .*: the block&#x27;s output is not", page)
+    assert page.count("attn of layer 3") == page.count("the block&#x27;s output is not") == 1
 
 
 def test_a_model_of_images_and_text_is_measured_on_text(tmp_path):
