@@ -582,5 +582,8 @@ def _schemes(
     listed = Table("name", "formula", "paper", box=None, pad_edge=False)
     for row in SCHEMES.values():
         listed.add_row(*map(Text, (row.name, row.formula, row.paper)))
-    Console(width=100, highlight=False).print(listed)
+    console = Console(width=100, highlight=False)
+    with console.capture() as text:
+        console.print(listed)
+    print(text.get(), end="")
     return 0

@@ -86,7 +86,7 @@ def test_the_programs_of_these_tests_would_run(tmp_path):
 LARGER = {
     "a million blocks": {"num_hidden_layers": 10**6},
     "too many blocks for its file": {"num_hidden_layers": 1999},
-    "a vocabulary for its file": {"vocab_size": 2**31},
+    "a vocabulary for its file": {"vocab_size": 2**30},
     "a width for its file": {"hidden_size": 2**20},
 }
 

@@ -9,7 +9,6 @@ from training_helpers import tiny, write_text
 import normlab
 from normlab import NormlabError, load_runs
 from normlab.notebook import folder, prepare, time_kernels, train_small
-from normlab.study.presets import PRESETS
 from normlab.training.grids import Part, Preset
 from normlab.training.sweep import SweepResult
 
@@ -28,7 +27,8 @@ def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text = write_text(tmp_path / "text.txt")
     fields = tiny(text, checkpoint_every=0).to_dict()
     kept = {name: value for name, value in fields.items() if name not in ("scheme", "depth", "seed", "lr")}
-    monkeypatch.setitem(PRESETS, "tiny", Preset("tiny", parts=(Part({2: 1}, ("bhyt",)),), rate=1e-3, fields=kept))
+    short = Preset("tiny", parts=(Part({2: 1}, ("bhyt",)),), rate=1e-3, fields=kept)
+    monkeypatch.setattr("normlab.training.presets.TINY", short)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("normlab.notebook.RECOMPUTED", tmp_path / "build")
     return text
