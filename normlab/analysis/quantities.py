@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -40,17 +41,11 @@ def quantity_row(name: str) -> Metric:
     return QUANTITIES.get(name) or metric_row(name)
 
 
-def values_of(
-    chosen: Selection,
-    name: str,
-    *,
-    site: str | None = None,
-    layer: int | None = None,
-    mask: str = "all",
-    split: str | None = None,
-    step: int | None = None,
-) -> pd.DataFrame:
+def values_of(chosen: Selection, name: str, **where: Any) -> pd.DataFrame:
     """One row per run: `run scheme depth width seed lr dtype value`, of a quantity, or of a metric by `last_values`.
+
+    Args:
+        where: keywords of `last_values`.
 
     Raises:
         NormlabError: a quantity has its own places and blocks, so no site, layer, mask or split can be chosen. One that
@@ -58,11 +53,11 @@ def values_of(
     """
     row = QUANTITIES.get(name)
     if row is None:
-        return last_values(chosen, name, site=site, layer=layer, mask=mask, split=split, step=step)
-    given = {"site": site, "layer": layer, "mask": None if mask == "all" else mask, "split": split}
-    given |= {"step": step} if row.measured_after else {}
-    if wrong := [key for key, value in given.items() if value is not None]:
-        raise NormlabError(f"{name} is {row.definition}: leave out {', '.join(wrong)}")
+        return last_values(chosen, name, **where)
+    given = {key: value for key, value in where.items() if value is not None and (key, value) != ("mask", "all")}
+    step = None if row.measured_after else given.pop("step", None)
+    if given:
+        raise NormlabError(f"{name} is {row.definition}: leave out {', '.join(given)}")
     return row.of(chosen, step)
 
 
