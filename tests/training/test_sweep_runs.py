@@ -189,7 +189,8 @@ def test_no_worker_outlives_its_sweep(how, text, tmp_path):
     process.send_signal(how)
     process.wait(60)
     until(lambda: not any(map(_alive, workers)), 30)
-    assert process.stderr and "leaked" not in process.stderr.read()
+    if how == signal.SIGINT:  # a killed process cannot tidy up: Python's resource tracker does, and says so
+        assert process.stderr and "leaked" not in process.stderr.read()
 
 
 def _alive(pid: int) -> bool:
