@@ -297,7 +297,7 @@ class HyperConnected(Hyper):
 
     def __init__(self, width: int, streams: int, sublayer: int, eps: float) -> None:
         super().__init__(width, streams, sublayer, eps)
-        self.operations = 2.0 * streams * (streams + 2) + 4 * streams + 2 * streams * (streams + 2)
+        self.operations = 2.0 * streams * (streams + 2) + 5 * streams + 2 * streams * (streams + 2)  # as above
         self.add_parameter("matrix", (streams + 2, width), 0.0)
         self.add_parameter("factor", 2, 0.01)
         self.add_parameter("static_read", streams, 0.0)

@@ -22,6 +22,8 @@ OPERATIONS = {
     "bhyt": LAYERS * (RMS + 1) + LAYERS * (RMS + 1 - 2) + RMS + SUBLAYERS,  # a tanh more; square and sum less
     # per sublayer: 4d numbers times 24 columns, their rms, read 4, mix 16, write 4; then four streams' sum
     "mhc": RMS * (SUBLAYERS + 1) + SUBLAYERS * (2 * 4 * 24 + 3 * 4 + 2 * (4 + 16 + 4)) + 3,
+    # per sublayer: four streams times 6 columns, their LayerNorm without gain and bias, and the same mixing
+    "hyper_connections": RMS * (SUBLAYERS + 1) + SUBLAYERS * (2 * 4 * 6 + 5 * 4 + 2 * (4 + 16 + 4)) + 3,
 }
 
 
