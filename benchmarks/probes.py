@@ -1,4 +1,4 @@
-"""Cost of recording: time and memory over a bare pass, also of TransformerLens and torchlens on the same model.
+"""Cost of recording beside plain hooks, nnsight, TransformerLens and torchlens: time and memory over a bare pass.
 
     python -m benchmarks.probes --out data/bench/probes_cpu.csv
 
@@ -6,6 +6,10 @@ CPU seconds are the ones to read on a machine that does other work. A ratio is a
 round. The case "the same again" is a second bare pass: the noise floor. Extra memory is the growth of peak resident
 memory over a bare pass, one process per case. `kept_mib` is what a case must hold by its own account: for angles
 between all pairs of layers, one batch of every layer's output.
+
+Plain hooks compute what `record` computes by default, at the same sites and with the same masks, and no more. The other
+tools keep tensors: the outputs of all blocks, and with a backward pass their gradients; the case "everything" keeps all
+that the tool has. Only installed tools are measured (nnsight, torchlens).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
 
 TWO_REDUCTIONS = ("token_l2_mean", "feature_var_mean")
 ALL_BUT_RANK = tuple(name for name in FORWARD_METRICS if name != "update_effective_rank")
+GRADIENTS = ("grad_l2_mean", "grad_l2_total")
+PLAIN, LENS = "plain hooks, default metrics", "TransformerLens bridge, bare"
 ANGLES, ANGLE_DEPTH, ANGLE_WIDTH = "normlab, angular_distance, all pairs of 64 layers", 64, 128
 Case = Callable[[], Any]
 
@@ -63,72 +70,134 @@ def _recorded(run: Case, model: Any, metrics: Sequence[str]) -> None:
     recorder.stats()
 
 
-def forward_cases(options: argparse.Namespace, only: str | None = None) -> dict[str, Case]:
-    """Forward passes without gradients: bare, recorded, and by the other tools that are installed."""
+def plain_hooks(run: Case, model: Any, backward: bool) -> dict[str, list[float]]:
+    """The default metrics by hooks written for this one model: sums over tokens, with and without the first."""
+    sums: dict[str, Any] = {}
+
+    def add(site: str, values: torch.Tensor) -> None:
+        both = torch.stack([values.sum((1, 2)), values[:, :, 1:].sum((1, 2))])
+        sums[site] = sums.get(site, 0) + both
+
+    def note(site: str, x: torch.Tensor) -> None:
+        h = x.detach().float()
+        square, centred = h.square().sum(-1), h - h.mean(-1, keepdim=True)
+        second = centred.square()
+        variance = second.mean(-1)
+        kurtosis = second.square().mean(-1) / variance.square()
+        add(site, torch.stack([square.sqrt(), variance, square, h.abs().amax(-1), kurtosis]))
+        if backward:
+            x.register_hook(lambda gradient: add(f"{site}_grad", gradient.detach().float().norm(dim=-1)[None]))
+
+    handles = []
+    layers = model.model.layers
+    for number, layer in enumerate(layers):
+        norms = {"attn_norm_in": layer.input_layernorm, "mlp_norm_in": layer.post_attention_layernorm}
+        for site, norm in norms.items():
+            handles.append(norm.register_forward_pre_hook(lambda _, args, name=f"{site} {number}": note(name, args[0])))
+        handles.append(layer.register_forward_hook(lambda *call, name=f"block_out {number}": note(name, call[2])))
+    handles.append(layers[0].register_forward_pre_hook(lambda _, args: note("block_in", args[0])))
+    handles.append(model.model.norm.register_forward_pre_hook(lambda _, args: note("final_norm_in", args[0])))
+    run()
+    for handle in handles:
+        handle.remove()
+    return {site: each.tolist() for site, each in sums.items()}
+
+
+def all_cases(options: argparse.Namespace, backward: bool) -> dict[str, Case]:
+    """A pass, bare, recorded, and by the other tools that are installed; without gradients, or with a backward pass."""
     model, ids = llama(options)
 
-    def bare() -> Any:
-        with torch.no_grad():
-            return model(input_ids=ids, use_cache=False).logits
+    def bare() -> None:
+        with torch.set_grad_enabled(backward):
+            out = model(input_ids=ids, use_cache=False, **({"labels": ids} if backward else {}))
+            if backward:
+                out.loss.backward()
+                model.zero_grad()
 
-    cases: dict[str, Case] = {
-        "bare": bare,
-        "normlab, two reductions": lambda: _recorded(bare, model, TWO_REDUCTIONS),
-        "normlab, default metrics": lambda: _recorded(bare, model, DEFAULT_METRICS),
-        "normlab, all forward metrics but effective rank": lambda: _recorded(bare, model, ALL_BUT_RANK),
+    recorded = {
+        "normlab, two reductions": TWO_REDUCTIONS,
+        "normlab, default metrics": DEFAULT_METRICS,
+        "normlab, all forward metrics but effective rank": ALL_BUT_RANK,
     }
-    if only is None or only.startswith("TransformerLens"):
+    if backward:
+        recorded = {
+            "normlab, default metrics and gradients": (*DEFAULT_METRICS, *GRADIENTS),
+            "normlab, all forward metrics but effective rank": ALL_BUT_RANK,
+            "normlab, effective rank": ("update_effective_rank",),
+        }
+    cases: dict[str, Case] = {"bare": bare, "the same again": bare}
+    cases |= {name: partial(_recorded, bare, model, metrics) for name, metrics in recorded.items()}
+    cases[PLAIN] = lambda: plain_hooks(bare, model, backward)
+    for others in (_nnsight_cases, _lens_cases, _torchlens_cases):
         with contextlib.suppress(ImportError):
-            cases |= _lens_cases(options)
-    if only is None or only.startswith("torchlens"):
-        with contextlib.suppress(ImportError):
-            import torchlens
-
-            plain, _ = llama(options)
-            unlimited = torchlens.options.CaptureOptions(save_budget=None)  # else it refuses at half the free memory
-
-            def torchlens_pass() -> None:
-                with torch.no_grad():
-                    torchlens.trace(plain, ids, capture=unlimited)
-
-            cases["torchlens trace"] = torchlens_pass
+            cases |= others(options, backward)
     return cases
 
 
-def _lens_cases(options: argparse.Namespace) -> dict[str, Case]:
+def _nnsight_cases(options: argparse.Namespace, backward: bool) -> dict[str, Case]:
+    import nnsight
+
+    model, ids = llama(options)
+    traced = nnsight.NNsight(model)
+
+    def forward() -> None:
+        with torch.no_grad(), traced.trace(input_ids=ids, use_cache=False):
+            nnsight.save([layer.output for layer in traced.model.layers])
+
+    def both() -> None:
+        with traced.trace(input_ids=ids, labels=ids, use_cache=False):
+            outputs = [layer.output for layer in traced.model.layers]
+            nnsight.save(outputs)
+            with traced.output.loss.backward():
+                nnsight.save([each.grad for each in reversed(outputs)])
+        model.zero_grad()
+
+    return {"nnsight, block outputs": both if backward else forward}
+
+
+def _lens_cases(options: argparse.Namespace, backward: bool) -> dict[str, Case]:
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     model, ids = llama(options)
     bridge = build_bridge_from_module(model, "LlamaForCausalLM", hf_config=model.config)
 
     def cached(names_filter: Callable[[str], bool] | None) -> None:
-        with torch.no_grad():
-            bridge.run_with_cache(ids, names_filter=names_filter)
+        with torch.set_grad_enabled(backward):
+            kind = {"return_type": "loss", "incl_bwd": True} if backward else {}
+            bridge.run_with_cache(ids, names_filter=names_filter, **kind)
+        model.zero_grad()
+
+    def bare() -> None:
+        with torch.set_grad_enabled(backward):
+            out = bridge(ids, return_type="loss" if backward else "logits")
+            if backward:
+                out.backward()
+        model.zero_grad()
 
     return {
-        "TransformerLens bridge, bare": torch.no_grad()(lambda: bridge(ids)),
+        LENS: bare,
         "TransformerLens run_with_cache, block outputs": lambda: cached(
             lambda name: name.endswith("hook_out") and name.count(".") == 2
         ),
-        "TransformerLens run_with_cache": lambda: cached(None),
+        "TransformerLens run_with_cache, everything": lambda: cached(None),
     }
 
 
-def training_cases(options: argparse.Namespace) -> dict[str, Case]:
-    """Forward and backward passes: bare, and recorded with ever more metrics."""
-    model, ids = llama(options)
+def _torchlens_cases(options: argparse.Namespace, backward: bool) -> dict[str, Case]:
+    import torchlens
 
-    def bare() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model, ids = llama(options)
+    unlimited = torchlens.options.CaptureOptions(save_budget=None)  # else it refuses at half the free memory
+
+    def everything() -> None:
+        with torch.set_grad_enabled(backward):
+            inputs = {"input_ids": ids, "use_cache": False, **({"labels": ids} if backward else {})}
+            trace = torchlens.trace(model, input_kwargs=inputs, capture=unlimited)
+            if backward:
+                trace.log_backward(trace[trace.output_layers[0]].out)
         model.zero_grad()
 
-    recorded = {
-        "normlab, default metrics and gradients": (*DEFAULT_METRICS, "grad_l2_mean", "grad_l2_total"),
-        "normlab, all forward metrics but effective rank": ALL_BUT_RANK,
-        "normlab, effective rank": ("update_effective_rank",),
-    }
-    cases: dict[str, Case] = {"bare": bare, "the same again": bare}
-    return cases | {name: partial(_recorded, bare, model, metrics) for name, metrics in recorded.items()}
+    return {"torchlens trace, everything": everything}
 
 
 def working(cases: dict[str, Case]) -> dict[str, Callable[[], tuple[float, float]]]:
@@ -148,12 +217,12 @@ def _timed(case: Case) -> tuple[float, float]:
     return clocks(case)
 
 
-def extra_memory(options: argparse.Namespace, case: str) -> float | None:
+def extra_memory(options: argparse.Namespace, case: str, backward: bool) -> float | None:
     """MiB that a case adds to the peak resident memory of a bare pass, measured in a separate process."""
-    command = [sys.executable, "-m", "benchmarks.probes", "--memory", case]
-    for name in ("width", "depth", "rows", "length", "vocabulary", "threads"):
+    command = [sys.executable, "-m", "benchmarks.probes", "--memory", case, "--depths", str(options.depth)]
+    for name in ("width", "rows", "length", "vocabulary", "threads"):
         command += [f"--{name}", str(getattr(options, name))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command + ["--backward"] * backward, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
@@ -181,11 +250,10 @@ def _angle_cases(options: argparse.Namespace) -> dict[str, Case]:
 
 def _measure_memory(options: argparse.Namespace) -> float:
     if options.memory == ANGLES:
-        cases = _angle_cases(options)
-        baseline = "bare"
+        cases, baseline = _angle_cases(options), "bare"
     else:
-        cases = forward_cases(options, only=options.memory)
-        baseline = "TransformerLens bridge, bare" if options.memory.startswith("TransformerLens") else "bare"
+        cases = all_cases(options, options.backward)
+        baseline = LENS if options.memory.startswith("TransformerLens") else "bare"
     import pandas  # noqa: F401  loaded by the first table: its code is no part of what a pass holds
 
     for _ in range(2):  # the second settles where the first one's freed memory is used again
@@ -195,42 +263,53 @@ def _measure_memory(options: argparse.Namespace) -> float:
     return _peak() - before
 
 
-def bench(options: argparse.Namespace) -> pandas.DataFrame:
-    """Time all cases.
+def bench(options: argparse.Namespace, backward: bool) -> list[dict[str, Any]]:
+    """Time all cases of one depth."""
+    times = interleaved(working(all_cases(options, backward)), options.rounds)
+    rows = []
+    for name, rounds in times.items():
+        row: dict[str, Any] = {"pass": "forward and backward" if backward else "forward", "case": name}
+        row["depth"] = options.depth
+        for index, clock in enumerate(("cpu", "wall")):
+            mine, bare = ([each[index] for each in side] for side in (rounds, times["bare"]))
+            row |= {f"{clock}_s": statistics.median(mine), f"{clock}_ratio": ratio(mine, bare)[0]}
+        rows.append(row | {"extra_peak_mib": extra_memory(options, name, backward)})
+    return rows
+
+
+def table(options: argparse.Namespace) -> pandas.DataFrame:
+    """All depths, forward and with a backward pass.
 
     Returns:
-        Columns `pass case cpu_s cpu_ratio wall_s wall_ratio extra_peak_mib kept_mib`, the shape and the machine.
+        Columns `pass case depth cpu_s cpu_ratio wall_s wall_ratio extra_peak_mib kept_mib`, the shape and the machine.
     """
     import pandas
 
     rows = []
-    for kind, cases in (("forward", forward_cases(options)), ("forward and backward", training_cases(options))):
-        times = interleaved(working(cases), options.rounds)
-        for name, rounds in times.items():
-            row: dict[str, Any] = {"pass": kind, "case": name}
-            for index, clock in enumerate(("cpu", "wall")):
-                mine, bare = ([each[index] for each in side] for side in (rounds, times["bare"]))
-                row |= {f"{clock}_s": statistics.median(mine), f"{clock}_ratio": ratio(mine, bare)[0]}
-            row["extra_peak_mib"] = extra_memory(options, name) if kind == "forward" else float("nan")
-            rows.append(row)
+    for depth, backward in product(options.depths, (False, True)):
+        rows += bench(argparse.Namespace(**{**vars(options), "depth": depth}), backward)
     kept = (ANGLE_DEPTH + 1) * options.rows * options.length * ANGLE_WIDTH * 4 / 2**20
-    rows.append({"pass": "forward", "case": ANGLES, "extra_peak_mib": extra_memory(options, ANGLES), "kept_mib": kept})
-    shape = {"width": options.width, "depth": options.depth, "tokens": options.rows * options.length}
+    memory = extra_memory(options, ANGLES, False)
+    rows.append({"pass": "forward", "case": ANGLES, "depth": ANGLE_DEPTH, "extra_peak_mib": memory, "kept_mib": kept})
+    shape = {"width": options.width, "tokens": options.rows * options.length}
     shape |= {"threads": options.threads, "rounds": options.rounds}
     return pandas.DataFrame(rows).assign(**shape, **machine())
 
 
 def main() -> None:
     """Measure, print the table, and write it to --out."""
-    numbers = {"width": 512, "depth": 16, "rows": 8, "length": 512, "vocabulary": 4096, "threads": 2, "rounds": 5}
+    numbers = {"width": 768, "rows": 4, "length": 256, "vocabulary": 4096, "threads": 2, "rounds": 5}
     parser = arguments(__doc__, numbers)
+    parser.add_argument("--depths", type=int, nargs="+", default=[6, 12, 24, 48], help="default: 6 12 24 48")
     parser.add_argument("--memory", metavar="CASE", help="only measure the extra memory of this case, in MiB")
+    parser.add_argument("--backward", action="store_true", help="of a pass with gradients")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    options.depth = options.depths[0]
     if options.memory:
         print(_measure_memory(options))
     else:
-        report(bench(options), options.out, columns=8)
+        report(table(options), options.out, columns=9)
 
 
 if __name__ == "__main__":

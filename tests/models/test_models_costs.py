@@ -66,3 +66,10 @@ def test_norms_inside_the_branches_cost_too():
 def test_the_command_prints_every_scheme(capsys):
     assert cli.main(["schemes"]) == 0
     assert set(SCHEMES) <= set(capsys.readouterr().out.split())
+
+
+def test_bytes_of_unit_vectors_and_scales():
+    """nGPT has no norms. Queries and keys are brought to unit length; they, the MLP and logits have scales."""
+    sums, heads, scaled = 4 * 3 * 64, 2 * (64 + 32), 2 * (64 + 2 * 160)
+    numbers = sums + 2 * (heads + scaled) + 2 * 100
+    assert table(64, 2, vocabulary=100).set_index("name").loc["ngpt", "bytes"] == 2 * numbers
