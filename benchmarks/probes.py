@@ -141,8 +141,9 @@ def _nnsight_cases(options: argparse.Namespace, backward: bool) -> dict[str, Cas
     traced = nnsight.NNsight(model)
 
     def forward() -> None:
-        with torch.no_grad(), traced.trace(input_ids=ids, use_cache=False):
-            nnsight.save([layer.output for layer in traced.model.layers])
+        with torch.no_grad():  # noqa: SIM117  nnsight reads the source of the statement below it
+            with traced.trace(input_ids=ids, use_cache=False):
+                nnsight.save([layer.output for layer in traced.model.layers])
 
     def both() -> None:
         with traced.trace(input_ids=ids, labels=ids, use_cache=False):
@@ -217,12 +218,13 @@ def _timed(case: Case) -> tuple[float, float]:
     return clocks(case)
 
 
-def extra_memory(options: argparse.Namespace, case: str, backward: bool) -> float | None:
-    """MiB that a case adds to the peak resident memory of a bare pass, measured in a separate process."""
-    command = [sys.executable, "-m", "benchmarks.probes", "--memory", case, "--depths", str(options.depth)]
-    for name in ("width", "rows", "length", "vocabulary", "threads"):
+def in_fresh_process(options: argparse.Namespace, backward: bool, *flags: str) -> Any:
+    """What this script prints last when it is run for one depth and pass; None if it fails."""
+    command = [sys.executable, "-m", "benchmarks.probes", "--depths", str(options.depth), *flags]
+    for name in ("width", "rows", "length", "vocabulary", "threads", "rounds"):
         command += [f"--{name}", str(getattr(options, name))]
-    done = subprocess.run(command + ["--backward"] * backward, capture_output=True, text=True)
+    command.append("--backward" if backward else "--forward")
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
@@ -273,7 +275,7 @@ def bench(options: argparse.Namespace, backward: bool) -> list[dict[str, Any]]:
         for index, clock in enumerate(("cpu", "wall")):
             mine, bare = ([each[index] for each in side] for side in (rounds, times["bare"]))
             row |= {f"{clock}_s": statistics.median(mine), f"{clock}_ratio": ratio(mine, bare)[0]}
-        rows.append(row | {"extra_peak_mib": extra_memory(options, name, backward)})
+        rows.append(row | {"extra_peak_mib": in_fresh_process(options, backward, "--memory", name)})
     return rows
 
 
@@ -287,9 +289,9 @@ def table(options: argparse.Namespace) -> pandas.DataFrame:
 
     rows = []
     for depth, backward in product(options.depths, (False, True)):
-        rows += bench(argparse.Namespace(**{**vars(options), "depth": depth}), backward)
+        rows += in_fresh_process(argparse.Namespace(**{**vars(options), "depth": depth}), backward)
     kept = (ANGLE_DEPTH + 1) * options.rows * options.length * ANGLE_WIDTH * 4 / 2**20
-    memory = extra_memory(options, ANGLES, False)
+    memory = in_fresh_process(argparse.Namespace(**vars(options), depth=ANGLE_DEPTH), False, "--memory", ANGLES)
     rows.append({"pass": "forward", "case": ANGLES, "depth": ANGLE_DEPTH, "extra_peak_mib": memory, "kept_mib": kept})
     shape = {"width": options.width, "tokens": options.rows * options.length}
     shape |= {"threads": options.threads, "rounds": options.rounds}
@@ -302,12 +304,14 @@ def main() -> None:
     parser = arguments(__doc__, numbers)
     parser.add_argument("--depths", type=int, nargs="+", default=[6, 12, 24, 48], help="default: 6 12 24 48")
     parser.add_argument("--memory", metavar="CASE", help="only measure the extra memory of this case, in MiB")
-    parser.add_argument("--backward", action="store_true", help="of a pass with gradients")
+    one = parser.add_mutually_exclusive_group()  # else each in a process of its own: torchlens leaves torch wrapped
+    one.add_argument("--forward", action="store_true", help="only the forward pass of the first depth")
+    one.add_argument("--backward", action="store_true", help="only that with a backward pass")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    options.depth = options.depths[0]
-    if options.memory:
-        print(_measure_memory(options))
+    if options.memory or options.forward or options.backward:
+        options.depth = options.depths[0]
+        print(json.dumps(_measure_memory(options) if options.memory else bench(options, options.backward)))
     else:
         report(table(options), options.out, columns=9)
 
