@@ -25,9 +25,9 @@ with torch.device("cpu"):
 if INTERPRETING:
     from triton.runtime import interpreter
 
-    # The interpreter replaces the language's builtins at every call of a function, and puts them back after a launch: here
-    # once and for all. It computes every addition and product of int32 again in int64, to see whether one overflows: at
-    # these shapes none does. Both take half of its time.
+    # The interpreter replaces the language's builtins at every call of a function and puts them back after a launch:
+    # here once and for all. It computes every addition and product of int32 again in int64, to see whether one
+    # overflows: at these shapes none does. Both take half of its time.
     interpreter._LangPatchScope.restore = lambda scope: None
     interpreter._patch_lang = lru_cache(None)(interpreter._patch_lang)
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
