@@ -133,7 +133,7 @@ def test_the_standard_library_is_sorted_without_tests_and_with_help_topics():
 
 
 def test_the_default_corpus_is_the_same_in_two_caches(tmp_path):
-    first, second = (corpus_of(CorpusSpec(characters=400_000, **SETTINGS), tmp_path / name) for name in "ab")
+    first, second = (corpus_of(CorpusSpec(characters=1_200_000, **SETTINGS), tmp_path / name) for name in "ab")
     assert first.identity() == second.identity()
     assert np.array_equal(first.train, second.train)
     assert first.vocab_size == SETTINGS["vocab_size"]
