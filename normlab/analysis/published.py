@@ -77,14 +77,14 @@ def ratios_to(base: str, runs: pd.DataFrame, published: pd.DataFrame) -> pd.Data
         Columns `quantity source model scheme ratio low high seeds`. source: "here", or paper and table. model: "depth
         16", or the paper's. low, high: our interval, or the reading error's for values read off a plot; else missing.
     """
-    theirs = [_their_ratios(rows, base) for _, rows in published.groupby(["paper", "where", "model", "metric"])]
+    known = published[published["metric"].isin(QUANTITIES) & published["scheme"].notna()]
+    theirs = [_their_ratios(rows, base) for _, rows in known.groupby(["paper", "where", "model", "metric"])]
     ours = [_our_ratios(quantity, metric, runs, base) for quantity, metric in QUANTITIES.items()]
     tables = [rows for rows in (*ours, *theirs) if len(rows)]
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
 def _their_ratios(rows: pd.DataFrame, base: str) -> pd.DataFrame:
-    rows = rows[rows["metric"].isin(QUANTITIES) & rows["scheme"].notna()]
     own = rows[rows["scheme"] == base]
     if len(own) != 1:
         return pd.DataFrame()

@@ -328,10 +328,10 @@ def _variants(about: pd.DataFrame) -> str:
     place = ["scheme", "depth", "seed", "lr"]
     counts = about.groupby(place, dropna=False).size()
     if counts.max() == 1:
-        whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
+        whole = about[about["status"] != DIVERGED].groupby(["scheme", "depth", "lr"])  # a diverged run stopped early
         for length in ("steps", "tokens"):
-            ends = whole.groupby(["scheme", "depth", "lr"])[length].agg(["min", "max"]).query("min < max")
-            for (scheme, depth, rate), (least, most) in ends.iterrows():
+            ends = pd.DataFrame({"least": whole[length].min(), "most": whole[length].max()})
+            for (scheme, depth, rate), (least, most) in ends[ends["least"] < ends["most"]].iterrows():
                 return (
                     f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained for {least:,} to "
                     f"{most:,} {length}: keep the runs of one length."
@@ -348,7 +348,8 @@ def _chosen_rate(about: pd.DataFrame) -> np.ndarray:
     """True for runs at the rate chosen for their scheme and depth: most seeds, then lowest mean final loss."""
     keys = ["scheme", "depth", "lr"]
     loss = about["eval_loss"].fillna(np.inf)
-    rates = about.assign(loss=loss).groupby(keys).agg(seeds=("seed", "nunique"), loss=("loss", "mean")).reset_index()
+    by_rate = about.assign(loss=loss).groupby(keys)
+    rates = pd.DataFrame({"seeds": by_rate["seed"].nunique(), "loss": by_rate["loss"].mean()}).reset_index()
     ordered = rates.sort_values(["seeds", "loss", "lr"], ascending=[False, True, True])
     chosen = pd.MultiIndex.from_frame(ordered.drop_duplicates(["scheme", "depth"])[keys])
     return pd.MultiIndex.from_frame(about[keys]).isin(chosen)

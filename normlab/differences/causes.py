@@ -511,12 +511,15 @@ def _changed(e: Evidence) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     for cause, inputs in _other_inputs(e):
         yield cause, e.a.model, inputs
     for where, changes in (("", _model_changes(e)), (e.block, _block_changes(e) if e.block else ())):
+        model = None  # a copy that no change has found anything in is still A
         for cause, change in changes:
-            model = _copy_to_change(e.a.model, where)
+            if model is None:
+                model = _copy_to_change(e.a.model, where)
             with torch.no_grad():
                 has_changed = change(model.get_submodule(where))
             if has_changed:
                 yield cause, model, e.a.inputs
+                model = None
 
 
 def _copy_to_change(model: nn.Module, where: str) -> nn.Module:

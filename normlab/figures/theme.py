@@ -90,6 +90,7 @@ def _free_looks(names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     return dict(zip(waiting, itertools.cycle(free), strict=False))
 
 
+@functools.cache
 def template(theme: str = "light") -> go.layout.Template:
     """The one plotly template, for a light or a dark page."""
     if theme not in _INKS:

@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -123,27 +124,29 @@ class LayerStats:
         """
         import pandas
 
-        pieces = []
+        statistic = self.moments["statistic"].to_numpy()
+        numbers = [self.moments[name].to_numpy() for name in (*NUMBER_NAMES, "width")]
+        keys: list[Key] = [*zip(*(self.moments[name] for name in KEY_NAMES), strict=True), *self.arrays]
+        rows: list[tuple] = []  # a key's place, a metric's name, its value, tokens, standard error
         for metric in (METRICS[name] for name in self.metrics):
-            part = self.moments[self.moments["statistic"] == metric.statistic]
-            count, mean, m2, peak = (part[name].to_numpy() for name in NUMBER_NAMES)
-            error = np.full(len(part), np.nan)
+            (places,) = np.nonzero(statistic == metric.statistic)
+            count, mean, m2, peak, width = (column[places] for column in numbers)
+            error = np.full(len(places), np.nan)
             if metric.readout == "mean":
                 np.sqrt(m2 / np.maximum(count, 1) / np.maximum(count - 1, 1), out=error, where=count > 0)
-            value = metric.value(count, mean, m2, peak, part["width"].to_numpy())
-            pieces.append(part.assign(metric=metric.name, value=value, tokens=count, standard_error=error))
-            rows = [
-                (i, *key, metric.name, READOUT[key[3]](array))
-                for i, (key, array) in enumerate(self.arrays.items(), start=len(self.moments))
+            value = metric.value(count, mean, m2, peak, width)
+            rows += zip(places, repeat(metric.name), value, count, error, strict=False)
+            rows += [
+                (place, metric.name, READOUT[key[3]](array), np.nan, np.nan)
+                for place, (key, array) in enumerate(self.arrays.items(), start=len(self.moments))
                 if key[3] == metric.statistic and key[3] in READOUT
             ]
-            pieces.append(pandas.DataFrame(rows, columns=["", *KEY_NAMES, "metric", "value"]).set_index(""))
-        table = pandas.concat([piece for piece in pieces if len(piece)] or pieces)
-        ranks = {site: rank for rank, site in enumerate(sorted(set(table["site"]), key=site_order))}
-        order = np.lexsort((table.index, table["layer"].astype(int), table["site"].map(ranks).astype(int)))
-        table = table.iloc[order].reset_index(drop=True)
-        table = table.reindex(columns=[*COLUMNS, "tokens", "standard_error"] if errors else COLUMNS)
-        table = table.astype({"layer": "Int64", "value": "float64"})
+        ranks = {site: rank for rank, site in enumerate(sorted({site for site, *_ in keys}, key=site_order))}
+        rows.sort(key=lambda row: (ranks[keys[row[0]][0]], keys[row[0]][1], row[0]))
+        names = [*KEY_NAMES[:3], "metric", "value", "tokens", "standard_error"]
+        table = pandas.DataFrame([(*keys[place][:3], *rest) for place, *rest in rows], columns=names)
+        table = table.astype({"layer": "Int64"} | dict.fromkeys(names[-3:], "float64"))
+        table = table[[*COLUMNS, *names[-2:]] if errors else COLUMNS]
         if self.step is not None:
             table.insert(0, "step", self.step)
         return table

@@ -206,9 +206,8 @@ def _summary(lines: list[str], folder: Path, page: Path) -> str:
 def _table(stacks: list[Measured]) -> pandas.DataFrame:
     import pandas
 
-    tables = [stack.stats.to_pandas() for stack in stacks]
-    for stack, table in zip(stacks, tables, strict=True):
-        table.insert(0, "stack", stack.name)
+    columns = ["stack", *stacks[0].values.columns]
+    tables = [stack.values.assign(stack=stack.name)[columns] for stack in stacks]
     return pandas.concat(tables, ignore_index=True)
 
 

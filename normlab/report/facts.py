@@ -27,7 +27,7 @@ STEPS = {
 
 def stack_facts(one: Measured) -> list[str]:
     """Sentences on one stack; what was not measured has none."""
-    table = one.stats.to_pandas()
+    table = one.values
     facts = [growth(table), step(table), _cheapest(one)]
     facts.append(" ".join(_tokens(one, name) for name in FOUND if name in one.found))
     return [fact for fact in facts if fact]

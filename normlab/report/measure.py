@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,11 @@ class Measured:
     tables: dict[str, pandas.DataFrame] = field(default_factory=dict)
     found: dict[str, FoundTokens] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)  # experiment -> the reason
+
+    @cached_property
+    def values(self) -> pandas.DataFrame:
+        """The table of the statistics."""
+        return self.stats.to_pandas()
 
     def cuts(self, loaded: Loaded) -> list[tuple[Any, str]]:
         """Rows of the table of spans, each with its mergekit configuration."""

@@ -155,7 +155,7 @@ def _missing(pairs: Pairs) -> str:
 
 def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
     """The figures and tables of a stack; each figure says the definition of its metric."""
-    table, tables, group = one.stats.to_pandas(), one.tables, one.name
+    table, tables, group = one.values, one.tables, one.name
 
     def colored(names: Sequence[str]) -> Mapping[str, str]:
         return {} if scheme is None else {names[0]: scheme}

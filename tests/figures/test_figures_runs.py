@@ -1,5 +1,7 @@
 """Figures draw what the table says: lines, controls, marks of failed runs, and words where there is nothing."""
 
+import inspect
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -18,7 +20,7 @@ from normlab.schemes import SCHEMES
 
 PUBLISHED = load_published()
 # One of those that share a function.
-OF_RUNS = sorted({row.draw: row.name for row in FIGURES.values() if row.reads == "runs"}.values())
+OF_RUNS = sorted({inspect.unwrap(row.draw): row.name for row in FIGURES.values() if row.reads == "runs"}.values())
 
 
 def test_growth_shows_every_layer_of_every_scheme_from_step_zero():

@@ -120,7 +120,7 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-# What workers do in tests of the sweep; in a module of their own, so that a fresh process can import them.
+# What processes do in tests; in a module of their own, so that a fresh process can import them.
 
 
 def work_at_once(config: TrainConfig, out: str, cache_dir: str | None) -> str:
@@ -168,6 +168,17 @@ def work_for_ever(config: TrainConfig, out: str, cache_dir: str | None) -> str:
     (Path(out).parent / f"worker-{config.seed}").write_text(str(os.getpid()))
     time.sleep(600)
     raise AssertionError
+
+
+def observe_for_ever(path: Path) -> None:
+    from probe_zoo import tiny_llama, token_batch
+
+    import normlab
+
+    model = tiny_llama()
+    observer = normlab.observe(model, every=1, metrics=["rms"], path=path)
+    for step in range(10**6):
+        observer.step(model(**token_batch()).loss.item(), step)
 
 
 # Children of a server that has imported everything start to train at once.

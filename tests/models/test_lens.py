@@ -145,8 +145,13 @@ def test_experiments_run_on_the_bridge(ids):
     assert sites(to_bridge(build("dyt"))).depth == 4
 
 
-@pytest.mark.parametrize("scheme", [name for name in STUDIED if name not in POST])
-@pytest.mark.parametrize("options", [{}, {"lam_last": 6.0}], ids=["", "tanh final norm"])
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        *((name, {}) for name in STUDIED if name not in POST),
+        *((name, {"lam_last": 6.0}) for name in ("pre_rmsnorm", "pre_layernorm", "bhyt")),  # a tanh final norm
+    ],
+)
 def test_frozen_shares_add_up_to_the_logit(scheme, options, ids):
     bridge = to_bridge(build(scheme, **options))
     table = direct_logit_attribution(bridge, ids, ANSWERS)

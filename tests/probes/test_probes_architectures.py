@@ -14,7 +14,7 @@ from benchmarks.architecture_zoo import TASKS, class_names
 from normlab.probes import forward_call
 
 TABLE = Path(__file__).parents[2] / "data" / "bench" / "architectures.csv"
-SAMPLE = 12
+SAMPLE = 6
 SLOW = {"EfficientNetForImageClassification", "TextNetForImageClassification"}  # tens of seconds each
 BETWEEN_STAGES = ("image", "ConvNextForImageClassification", "measured")  # norms run before the last block is known
 MOST_NOT_BUILT = 54  # classes that cannot be built small from their configuration alone; the table says why of each

@@ -2,10 +2,6 @@
 
 import copy
 import math
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +9,7 @@ import pandas
 import pytest
 import torch
 from probe_zoo import tiny_llama, token_batch
+from training_helpers import FORKS, observe_for_ever, until
 
 import normlab
 from normlab.errors import NormlabError
@@ -172,22 +169,12 @@ def test_memory_is_bounded_and_the_file_stays_when_the_process_is_killed(tmp_pat
         readings.add(reading(step, {1: 1.0, 2: 2.0}))
     assert pandas.read_csv(tmp_path / "last.csv")["step"].unique().tolist() == [7, 8, 9, 10, 11]
     assert readings.to_pandas()["step"].nunique() == 12
-    script = (
-        "import sys, torch, normlab\n"
-        "from probe_zoo import tiny_llama, token_batch\n"
-        "model = tiny_llama()\n"
-        "observer = normlab.observe(model, every=1, metrics=['rms'], path=sys.argv[1])\n"
-        "for step in range(10**6): observer.step(model(**token_batch()).loss.item(), step)\n"
-    )
     left = tmp_path / "left.csv"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(left)], env={**__import__("os").environ, "PYTHONPATH": ":".join(sys.path)}
-    )
-    deadline = time.monotonic() + 120
-    while not left.exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process = FORKS.Process(target=observe_for_ever, args=(left,), daemon=True)
+    process.start()
+    until(lambda: left.exists() or process.exitcode is not None, 120)
+    process.kill()
+    process.join()
     assert {"block_out"} <= set(pandas.read_csv(left)["site"])
 
 

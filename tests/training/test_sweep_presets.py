@@ -267,9 +267,10 @@ def test_a_grid_reports_the_runs_that_choose_its_rates_and_tries_one_rate_beyond
 
 def test_a_sweep_chooses_by_the_validation_half_where_a_run_reports_the_other(tmp_path):
     config = TrainConfig(scheme="lns", depth=1, steps=1)
-    run = runs.read_run(write_run(config, tmp_path, eval_loss=3.0, validation_loss=2.5))
+    corpus = {"unigram_entropy": 6.5}
+    run = runs.read_run(write_run(config, tmp_path, eval_loss=3.0, corpus=corpus, validation_loss=2.5))
     assert (run.choice_loss, run.eval_loss) == (2.5, 3.0)
-    plain = runs.read_run(write_run(replace(config, seed=1), tmp_path, eval_loss=3.0))
+    plain = runs.read_run(write_run(replace(config, seed=1), tmp_path, eval_loss=3.0, corpus=corpus))
     assert plain.choice_loss == 3.0
 
 

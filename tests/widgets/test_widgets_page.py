@@ -54,11 +54,17 @@ def shown_at(view: dict[str, Any], step: int, name: str) -> dict[str, Any]:
     return first | view["frames"][view["steps"].index(step)]["data"][name]
 
 
+@pytest.fixture(scope="module")
+def of_noisy() -> tuple[Profiles, dict[str, Any]]:
+    profiles = Profiles(noisy(), configs_of(noisy()))
+    return profiles, page_data(profiles)["views"]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("log", [False, True])
-def test_every_frame_is_what_the_explorer_draws(way, log):
-    profiles = Profiles(noisy(), configs_of(noisy()))
-    found = page_data(profiles)["views"][f"block_out|token_l2_mean|all|4|best|{way}"]
+def test_every_frame_is_what_the_explorer_draws(of_noisy, way, log):
+    profiles, views = of_noisy
+    found = views[f"block_out|token_l2_mean|all|4|best|{way}"]
     view = View("token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), **WAYS[way])
     for place, step in enumerate(found["steps"]):
         drawn = go.Figure(plain(drawing(profiles, replace(view, step=step), PlotOptions(log=log, theory=True))))
