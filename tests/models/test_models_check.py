@@ -1,4 +1,4 @@
-"""`normlab check`: what a checkpoint's files show. `benchmarks/first_layer.py --check` does the same on ten families."""
+"""`normlab check`: what a checkpoint's files show. `benchmarks/first_layer.py --check` asks ten families."""
 
 import json
 import math
