@@ -475,7 +475,7 @@ def _trials(e: Evidence, only: str | None = None) -> list[str]:
             after = capture_until(e.site, model, inputs, e.a.roles)
             if relative_difference(after, b, e.mask) * BETTER < before:
                 return [cause]
-    return _sees_later(e) if only is None else []
+    return _sees_later(e) if only is None and not _is_mlp(e.site) else []
 
 
 @contextlib.contextmanager
@@ -532,10 +532,13 @@ Change = Callable[[Any], bool]
 
 def _changed(e: Evidence, only: str | None) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     """Causes, or `only` one, each with A changed by it and what that is called with."""
-    for cause, inputs in _other_inputs(e):
-        if only in (None, cause):
-            yield cause, e.a.model, inputs
-    for where, changes in (("", _model_changes(e)), (e.block, _block_changes(e) if e.block else ())):
+    places = [(e.block, _mlp_changes())] if e.block else []
+    if not _is_mlp(e.site):
+        for cause, inputs in _other_inputs(e):
+            if only in (None, cause):
+                yield cause, e.a.model, inputs
+        places = [("", _model_changes(e)), *([(e.block, _attention_changes(e))] if e.block else []), *places]
+    for where, changes in places:
         for cause, change in changes:
             if only not in (None, cause):
                 continue
@@ -544,6 +547,11 @@ def _changed(e: Evidence, only: str | None) -> Iterator[tuple[str, nn.Module, di
                 has_changed = change(model.get_submodule(where))
             if has_changed:
                 yield cause, model, e.a.inputs
+
+
+def _is_mlp(site: Site) -> bool:
+    """True at the output of an MLP that reads what A's reads: nothing outside it can be the cause."""
+    return site.name in ("mlp_out", "mlp_post_norm_in")
 
 
 def _copy_to_change(model: nn.Module, where: str) -> nn.Module:
@@ -580,7 +588,7 @@ def _model_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
         yield words, partial(_set, block="", name="layer_types", value=[kind] * len(types))
 
 
-def _block_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
+def _attention_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
     config, head = _config(e.a.model), _head_width(e.a.model)
     pairs = torch.arange(head // 2 * 2).reshape(-1, 2).T.flatten()
     if head > 1 and head % 2 == 0:
@@ -599,6 +607,9 @@ def _block_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
         yield f"another scale of the softmax: {words}", partial(_set_scaling, scale=scale)
     for words, leaf in (("queries", "q_norm"), ("keys", "k_norm"), ("queries and keys", "[qk]_norm")):
         yield f"B has no norm of {words}", partial(_put, pattern=rf"(^|\.){leaf}$", module=nn.Identity())
+
+
+def _mlp_changes() -> Iterator[tuple[str, Change]]:
     yield "gate and up projections are swapped", _swap_gate_and_up
     for words, function in _ACTIVATIONS.items():
         yield f"another activation: {words}", partial(_put, pattern=_ACTIVATION, module=function)
