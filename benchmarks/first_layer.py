@@ -2,6 +2,8 @@
 
     python benchmarks/first_layer.py --out data/bench/first_layer.csv            200 faults over all architectures
     python benchmarks/first_layer.py --equal --out data/bench/first_layer_equal.csv     pairs that are equal
+    python benchmarks/first_layer.py --two --count 40 --out data/bench/two_faults.csv   a small and a large fault each
+    python benchmarks/first_layer.py --check --out data/bench/check.csv          60 checkpoints, for `normlab check`
 
 One row per case. A fault is put into the code (hooks), the weights or the call, never where `diff` could read its name.
 """
@@ -19,18 +21,23 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from benchmarks import architecture_zoo as zoo
 from benchmarks.timing import written
 from normlab.differences import diff
 from normlab.differences.capture import Roles, roles_of
+from normlab.models.check import check
 
+ONE = "class fault layer block_right site_right cause_right seconds verdict causes"
+TWO = "class small large first_right most_right both_right seconds verdict"
 BRANCH = {"attn": r"attn_out|mixer_out|attn_post_norm_(in|out)", "mlp": r"mlp_out|mlp_post_norm_(in|out)"}
 # The next site, where a branch is no site of its own.
 AFTER = r"|mlp_norm_in|block_out|attn_norm_in|mlp_norm_out|mlp_in"
@@ -405,6 +412,59 @@ def activation(m: Model) -> Expected | None:
     return Expected((1, 2), BRANCH["mlp"] + AFTER, "activation")
 
 
+# Faults of one block that can be given a size: the factor or share of noise that a matrix of a branch gets.
+SIZED: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "scaled": lambda x, size: x * (1 + size),
+    "noise": lambda x, size: x + size * x.std() * torch.randn_like(x),
+    "mixed rows": lambda x, size: x + size * x.roll(1, 0),
+}
+SMALL, LARGE = 0.02, 0.5
+
+
+def two_faults(names: list[str], count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """One row per pair of a small and a large fault in two blocks: what `diff` says parts first and adds most."""
+    random.seed(seed)
+    made = 0
+    for name, a, batch in models(random.sample(names, len(names))):
+        if made == count:
+            return
+        try:
+            roles = roles_of(a, batch)
+            layers = random.sample(range(1, len(roles.blocks) + 1), 2)
+            b, kinds = copy.deepcopy(a), random.choices([*SIZED], k=2)
+            torch.manual_seed(made)
+            with torch.no_grad():
+                changes = []
+                for layer, kind, size in zip(layers, kinds, (SMALL, LARGE), strict=True):
+                    linear = Model(b, roles, layer, batch).linear(r"(o|out|down)_proj$|dense$|fc2$|dense_4h_to_h$")
+                    if linear is not None:
+                        alone = copy.deepcopy(a)
+                        linear.weight.copy_(SIZED[kind](linear.weight, size))
+                        own = Model(alone, roles, layer, batch).linear(r"(o|out|down)_proj$|dense$|fc2$|dense_4h_to_h$")
+                        own.weight.copy_(linear.weight)
+                        changes.append(_changes(a, alone, batch))
+            if changes != [True, True]:
+                continue
+            started = time.perf_counter()
+            result = diff(a, b, batch)
+        except Exception as error:
+            yield {"class": name, "verdict": f"{type(error).__name__}: {error}"[:200]}
+            continue
+        made += 1
+        adding = result.added[result.added["parts"].astype(bool)]
+        most = None if adding.empty else int(adding.loc[adding["difference"].idxmax(), "layer"])
+        yield {
+            "class": name,
+            "small": f"{kinds[0]} in block {layers[0]}",
+            "large": f"{kinds[1]} in block {layers[1]}",
+            "first_right": result.first is not None and result.first.layer == min(layers),
+            "most_right": most == layers[1],
+            "both_right": result.first is not None and (result.first.layer, most) == (min(layers), layers[1]),
+            "seconds": round(time.perf_counter() - started, 2),
+            "verdict": result.verdict,
+        }
+
+
 def models(names: list[str]) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     """Small models with random weights, norms and biases off their start, and a batch padded on the left."""
     for name in names:
@@ -499,6 +559,111 @@ def _sdpa(model: nn.Module) -> nn.Module:
     return model
 
 
+# --- checkpoints ---
+
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = {
+    "Llama": (transformers.LlamaConfig, {}),
+    "Qwen3": (transformers.Qwen3Config, {"head_dim": 8}),
+    "Gemma": (transformers.GemmaConfig, {"head_dim": 8}),
+    "Gemma3": (transformers.Gemma3TextConfig, {"head_dim": 8, "sliding_window": 8}),
+    "Mixtral": (transformers.MixtralConfig, {"num_local_experts": 4}),
+    "Olmo2": (transformers.Olmo2Config, {}),
+    "OPT": (transformers.OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "GPTNeoX": (transformers.GPTNeoXConfig, {}),
+    "GPT2": (transformers.GPT2Config, {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}),
+    "Qwen3Next": (transformers.Qwen3NextConfig, {"head_dim": 8, "num_experts": 4, "linear_num_value_heads": 4,
+                                                 "linear_num_key_heads": 2, "moe_intermediate_size": 16,
+                                                 "shared_expert_intermediate_size": 16}),
+}  # fmt: skip
+Weights = dict[str, torch.Tensor]
+
+
+def _gains_of(weights: Weights) -> list[str]:
+    return [n for n in weights if re.search(r"(norm\w*|ln_\w+)\.weight$", n) and weights[n].ndim == 1]
+
+
+def _matrix(weights: Weights) -> str:
+    return random.choice([n for n, x in weights.items() if x.ndim == 2 and not re.search("embed|wte|wpe|head", n)])
+
+
+def _all_gains(weights: Weights, by: float) -> None:
+    for name in _gains_of(weights):
+        weights[name] += by
+
+
+def _one_gain(weights: Weights) -> None:
+    name = random.choice([n for n in _gains_of(weights) if re.search(r"\d", n)])
+    weights[name] += random.choice((1, -1))
+
+
+def _row(weights: Weights, value: float) -> None:
+    weights[_matrix(weights)][random.randrange(8)] = value
+
+
+def _strange(weights: Weights) -> None:
+    x = weights[random.choice([*weights])].flatten()
+    x[random.randrange(len(x))] = random.choice((math.nan, math.inf))
+
+
+def _one_dtype(weights: Weights) -> None:
+    name = random.choice((_matrix(weights), random.choice(_gains_of(weights))))
+    weights[name] = weights[name].to(torch.float16)
+
+
+# A fault, and the words with which `check` names it.
+CHECKPOINT_FAULTS: dict[str, tuple[Callable[[Weights], None], str]] = {
+    "all gains + 1": (partial(_all_gains, by=1), "^gains: .* above 1"),
+    "all gains - 1": (partial(_all_gains, by=-1), "^gains: .* below 0"),
+    "one gain off by 1": (_one_gain, "its median is"),
+    "a zero row": (partial(_row, value=0.0), "rows is zero"),
+    "a constant row": (partial(_row, value=0.3), "rows is constant"),
+    "a value that is not finite": (_strange, "not finite"),
+    "one tensor in another dtype": (_one_dtype, "^dtypes: "),
+    "an untied copy": (lambda weights: None, "config.json ties them"),
+}
+
+
+def checkpoints(seed: int) -> Iterator[dict[str, Any]]:
+    """One row per checkpoint, 20 without a fault and 40 with one: what `check` says.
+
+    Gains lie around 1, and in some models grow from 0.4 to 1.6.
+    """
+    random.seed(seed)
+    kinds = [*[None] * 20, *(kind for kind in CHECKPOINT_FAULTS for _ in range(5))]
+    for number, kind in enumerate(kinds):
+        family = [*FAMILIES][number % len(FAMILIES)]
+        make, fields = FAMILIES[family]
+        ties = kind == "an untied copy" or random.random() < 0.3
+        torch.manual_seed(number)
+        model = transformers.AutoModelForCausalLM.from_config(make(**{**SHAPE, **fields}, tie_word_embeddings=ties))
+        dtype = random.choice((torch.float32, torch.bfloat16))
+        with tempfile.TemporaryDirectory() as folder:
+            model.to(dtype).save_pretrained(folder, max_shard_size=random.choice(("5GB", "20KB")))
+            files = sorted(Path(folder).glob("*.safetensors"))
+            weights = {name: x for file in files for name, x in load_file(file).items()}
+            spread, drift = random.choice((0.02, 0.2)), random.choice((0.0, 0.0, 0.6))
+            gains = _gains_of(weights)
+            for i, name in enumerate(gains):
+                middle = drift * (2 * i / len(gains) - 1)
+                weights[name] += (middle + spread * torch.randn(weights[name].shape)).to(dtype)
+            spoil, words = CHECKPOINT_FAULTS[kind] if kind else (lambda weights: None, "^$")
+            spoil(weights)
+            if kind == "an untied copy":
+                embeddings = next(n for n in weights if re.search("embed_tokens|embed_in|wte", n))
+                weights["embed_out.weight" if family == "GPTNeoX" else "lm_head.weight"] = weights[embeddings] * 1.01
+            names = sorted(weights, key=lambda name: (random.random() < 0.5, name))
+            for i, file in enumerate(files):
+                save_file({n: weights[n].contiguous() for n in names[i :: len(files)]}, file, {"format": "pt"})
+            lines = check(folder)
+        right = not lines if kind is None else len(lines) == 1 and re.search(words, lines[0]) is not None
+        sort = {"family": family, "fault": kind or "", "dtype": str(dtype).removeprefix("torch."), "files": len(files)}
+        yield sort | {"right": right, "lines": " | ".join(lines)}
+
+
 EQUAL: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bfloat16": lambda model: model.to(torch.bfloat16),
     "float16": lambda model: model.to(torch.float16),
@@ -511,23 +676,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--equal", action="store_true", help="equal pairs in place of faults")
+    parser.add_argument("--two", action="store_true", help="a small and a large fault in each model")
+    parser.add_argument("--check", action="store_true", help="checkpoints in place of models")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--classes", help="comma-separated; default: all causal language models")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     names = options.classes.split(",") if options.classes else list(zoo.class_names("causal"))
-    rows = equal_pairs(names) if options.equal else faults(names, options.count, options.seed)
-    columns = (
-        "class pair equal verdict"
-        if options.equal
-        else ("class fault layer block_right site_right cause_right seconds verdict causes")
-    )
-    fields = columns.split()
-    kept = written(rows, options.out, fields)
-    for name in fields[2:3] if options.equal else fields[3:6]:
+    rows, columns, judged = {
+        "equal": (equal_pairs(names), "class pair equal verdict", "equal"),
+        "two": (two_faults(names, options.count, options.seed), TWO, "first_right most_right both_right"),
+        "check": (checkpoints(options.seed), "family fault dtype files right lines", "right"),
+        "faults": (faults(names, options.count, options.seed), ONE, "block_right site_right cause_right"),
+    }[next((name for name in ("equal", "two", "check") if getattr(options, name)), "faults")]
+    kept = written(rows, options.out, columns.split())
+    for name in judged.split():
         print(f"{name}: {sum(bool(row.get(name)) for row in kept)} of {len(kept)}")
 
 

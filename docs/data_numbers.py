@@ -16,7 +16,9 @@ from normlab.store import FINALS, SEARCH
 
 
 def texts() -> dict[str, str]:
-    parts = (pilot, precision, hours, removal, deepest, packages, bench, differences, ports, instabilities, observer)
+    parts = (
+        pilot, precision, hours, removal, deepest, packages, bench, differences, beyond, ports, instabilities, observer,
+    )  # fmt: skip
     return {name: text for part in parts for name, text in part().items()}
 
 
@@ -178,6 +180,22 @@ def differences() -> dict[str, str]:
         "equal_pairs": f"{len(ran)}",
         "equal_parted": f"{(ran != 'True').sum()}",
         "equal_not_run": f"{len(pairs) - len(ran)}",
+    }
+
+
+def beyond() -> dict[str, str]:
+    """Counts of pairs of faults that `diff` is right about, and of checkpoints that `check` is."""
+    two, made = (pd.read_csv(ROOT / "data" / "bench" / f"{name}.csv") for name in ("two_faults", "check"))
+    ran, clean = two.dropna(subset="small").astype({"both_right": bool}), made[made["fault"].isna()]
+    spoiled = made[made["fault"].notna()]
+    return {
+        "two_faults": f"{len(ran)}",
+        "two_faults_right": f"{ran['both_right'].sum()}",
+        "checked_clean": f"{len(clean)}",
+        "checked_alarms": f"{(~clean['right']).sum() or 'none'}",
+        "checked_faults": f"{len(spoiled)}",
+        "checked_found": f"{spoiled['right'].sum()}",
+        "checked_families": f"{made['family'].nunique()}",
     }
 
 

@@ -24,6 +24,7 @@ import equal_rates  # noqa: E402
 import findings  # noqa: E402
 import forms  # noqa: E402
 import kernel_times  # noqa: E402
+import names  # noqa: E402
 import papers  # noqa: E402
 import questions  # noqa: E402
 import standings  # noqa: E402
@@ -31,8 +32,8 @@ import tables  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
-    "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "docs/forms.md", "docs/extend/kernel.md",
-    "kernels/README.md", "data/README.md", "README.md",
+    "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "docs/forms.md", "docs/beside.md",
+    "docs/extend/kernel.md", "kernels/README.md", "data/README.md", "README.md",
 )  # fmt: skip
 MARKED = re.compile(r"<!-- (\w+) -->(.*?)<!-- / -->", re.DOTALL)
 
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 def pages() -> dict[str, str]:
     """The pages with the numbers of the shipped tables, and the league as a table."""
-    parts = (findings, equal_rates, questions, standings, papers, kernel_times, data_numbers, forms)
+    parts = (findings, equal_rates, questions, standings, papers, kernel_times, data_numbers, forms, names)
     texts = {name: text for part in parts for name, text in part.texts().items()}
     texts["site_names"] = tables.site_names()
     written = {"data/league.csv": standings.csv()}

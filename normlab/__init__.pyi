@@ -20,6 +20,9 @@ from .models import NormlabConfig as NormlabConfig
 from .models import NormlabForCausalLM as NormlabForCausalLM
 from .models import swap_norms as swap_norms
 
+# what a saved checkpoint's files show
+from .models.check import check as check
+
 # trained models that come with normlab, and text that they have not seen
 from .models.pretrained import find_model as find_model
 from .models.pretrained import load_held_out as load_held_out

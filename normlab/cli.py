@@ -55,7 +55,7 @@ def command(name: str, imports: str = "normlab") -> Callable[[Callable[..., int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 (some runs of a sweep failed) or 2 (bad input, full disk)."""
+    """Run the command; return 0, 1 (some runs of a sweep failed, `check` found a fault) or 2 (bad input, full disk)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if strange := [argument for argument in arguments if argument.encode(errors="replace").decode() != argument]:
@@ -494,6 +494,18 @@ def _diff(
     options["any_size"] = any_size
     print(difference_report(a, b, text, out=out, **options))
     return 0
+
+
+@command("check", "normlab.models.check")
+def _check(
+    checkpoint: Annotated[str, flag("a .safetensors file, a folder of one or of shards, or a model of normlab")], /
+) -> int:
+    """Find faults in a checkpoint's files without running it: gains, rows, values, ties, dtypes. Exit code 1 if any."""
+    from normlab.models.check import check
+
+    found = check(checkpoint)
+    print("\n".join(found) or f"{checkpoint}: no fault found")
+    return 1 if found else 0
 
 
 @command("export", "normlab.models.pretrained")

@@ -26,6 +26,7 @@ MODULES = (
     "pictures",
     "data_numbers",
     "forms",
+    "names",
     "generate",
 )
 

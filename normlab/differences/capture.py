@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
-from normlab.probes.layout import find_input, find_output, with_output
+from normlab.probes.layout import find_input, find_output, others, outputs_of, replaced, with_output
 from normlab.probes.passes import called, evaluating, hooked
 from normlab.probes.sites import Sites, sites, stacks
 
@@ -86,23 +86,31 @@ class Roles:
 
 @dataclass
 class Capture:
-    """Tensors by site in order of computation, and the name of the module that returned each; `last` ends the pass."""
+    """Tensors by site in order of computation, and the name of the module that returned each.
+
+    `last` ends the pass. `given` are values that the model goes on with in place of its own, once these are kept.
+    """
 
     tensors: dict[Site, Tensor] = field(default_factory=dict)
     modules: dict[Site, str] = field(default_factory=dict)
     last: Site | None = None
+    given: Mapping[Site, Tensor] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
         """The layers that ran: the blocks, or more where they run again."""
         return max((site.layer for site in self.tensors if site.name == "block_out"), default=0)
 
-    def keep(self, site: Site, value: Any, module: str) -> None:
-        if isinstance(value, Tensor) and value.is_floating_point() and site not in self.tensors:
-            self.tensors[site] = value.detach()
-            self.modules[site] = module
-            if site == self.last:
-                raise _Reached
+    def keep(self, site: Site, value: Any, module: str) -> Tensor | None:
+        """Keep the value that a site holds first; returns what is given in its place."""
+        if not isinstance(value, Tensor) or not value.is_floating_point() or site in self.tensors:
+            return None
+        self.tensors[site] = value.detach()
+        self.modules[site] = module
+        if site == self.last:
+            raise _Reached
+        given = self.given.get(site)
+        return None if given is None or given.shape != value.shape else given.to(value)
 
 
 class _Reached(BaseException):
@@ -168,23 +176,33 @@ def _called(model: nn.Module, batch: dict[str, Any]) -> Any:
         raise NormlabError(f"{type(model).__name__} does not run on {given}: {in_one_line(error)}") from error
 
 
-def capture_until(site: Site, model: nn.Module, batch: dict[str, Any], roles: Roles) -> Tensor:
-    """Run `model`, a copy, until it holds `site`; returns that. KeyError where it does not."""
-    result = Capture(last=site)
+def capture_until(
+    site: Site, model: nn.Module, batch: dict[str, Any], roles: Roles, given: Mapping[Site, Tensor] | None = None
+) -> Tensor:
+    """Run `model`, a copy, until it holds `site`; returns that. KeyError where it does not. `given` as in `capture`."""
+    result = Capture(last=site, given=given or {})
     with contextlib.suppress(_Reached):
         _captured(result, model, batch, roles, gradients=False)
     return result.tensors[site]
 
 
-def capture(model: nn.Module, batch: dict[str, Any], roles: Roles, *, gradients: bool = False) -> Capture:
+def capture(
+    model: nn.Module,
+    batch: dict[str, Any],
+    roles: Roles,
+    *,
+    gradients: bool = False,
+    given: Mapping[Site, Tensor] | None = None,
+) -> Capture:
     """Run `model` once and keep what each site holds.
 
     gradients: also run backward, of the summed cross-entropy of the next `input_ids`. The gradient that arrives at each
     block's input is kept, from the last block to the first.
+    given: values by site, of the same shape. What follows a site reads these in place of the model's own.
 
-    Raises NormlabError where the model does not run on the batch.
+    Raises NormlabError where the model does not run on the batch, and where a block hands on more than what is given.
     """
-    result = Capture()
+    result = Capture(given=given or {})
     _captured(result, model, batch, roles, gradients)
     return result
 
@@ -262,19 +280,32 @@ def _hooks(
     layer = 0
 
     def before(name: str, act: Any) -> tuple[nn.Module, Any]:
-        return modules[name], lambda module, args, kwargs: act(name, find_input(args, kwargs))
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+            x = find_input(args, kwargs)
+            given = act(name, x)
+            return None if x is None or given is None else tuple(replaced(v, [(x, given)]) for v in (args, kwargs))
+
+        return modules[name], hook
 
     def after(name: str, act: Any) -> tuple[nn.Module, Any]:
-        return modules[name], lambda module, args, kwargs, output: act(name, find_output(output))
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+            x = find_output(output)
+            given = act(name, x)
+            if x is None or given is None:
+                return None
+            if name in roles.blocks and any(other.shape == x.shape for other in others(x, outputs_of(output))):
+                raise NormlabError("blocks hand on several tensors, and one of them is given")
+            return with_output(output, given)
 
-    def block_in(name: str, x: Any) -> None:
+        return modules[name], hook
+
+    def block_in(name: str, x: Any) -> Tensor | None:
         nonlocal layer
         layer += 1
-        if layer == 1:
-            result.keep(Site(EMBEDDINGS, 0), x, "")
         if arrived is not None and isinstance(x, Tensor) and x.requires_grad:
             site = Site("block_in_grad", layer)
             x.register_hook(lambda gradient: arrived.keep(site, gradient, name))
+        return result.keep(Site(EMBEDDINGS, 0), x, "") if layer == 1 else None
 
     def keep(site: str) -> Any:
         return lambda name, x: result.keep(Site(site, layer), x, name)

@@ -31,6 +31,7 @@ from normlab.differences.capture import (
     head_name,
     relative_difference,
 )
+from normlab.differences.forms import aligned, merged, rank_of_change
 from normlab.probes.layout import hidden_state, with_argument
 
 CLOSE = 1e-5  # relative difference below which two tensors in float64 are one
@@ -90,17 +91,28 @@ def causes_of(evidence: Evidence) -> list[str]:
     return list(dict.fromkeys(causes))[:5]
 
 
+def has_cause(evidence: Evidence, cause: str) -> bool:
+    """True if `cause`, that of another site, explains this one too. Sizes in brackets or at the end may be others."""
+
+    def plain(words: str) -> str:
+        return re.sub(r" \(.*?\)| by [\d.e+-]+$", "", words)
+
+    found = (one for rule in (_weights, _function, partial(_trials, only=cause)) for one in rule(evidence))
+    return any(plain(one) == plain(cause) for one in found)
+
+
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
 def _weights(e: Evidence) -> list[str]:
     """Compare the parameters of the part of each model that computes the site."""
-    a, b = (_tensors_at(e.site, side) for side in (e.a, e.b))
+    head = _head_width(e.a.model)
+    a, b = aligned(_tensors_at(e.site, e.a), _tensors_at(e.site, e.b), head)
     pairs = _pairs(a, b)
     causes = [
         f"{_short(name)} {said}"
         for name, other in pairs.items()
-        if (said := _how(a[name], b[other], name, a, _head_width(e.a.model))) is not None
+        if (said := _how(a[name], b[other], name, a, head)) is not None
     ]
     only_a, only_b = [n for n in a if n not in pairs], [n for n in b if n not in pairs.values()]
     is_known = e.site.name != EMBEDDINGS or not a.keys().isdisjoint(b)  # not a port's head
@@ -159,9 +171,15 @@ def _tensors_at(site: Site, side: Side) -> dict[str, Tensor]:
         weight = f"{name}.weight".removeprefix(".")
         if type(inner).__name__ == "Conv1D" and weight in result:  # GPT-2's linear layer, of shape (in, out)
             result[weight] = result[weight].T
+    result = merged(module, result)
     if site.name.startswith(("attn", "mixer")) and site.name.endswith("_out"):
         result |= {f"rotary.{n.split('.')[-1]}": x for n, x in _rotary_buffers(side.model).items()}
     return result
+
+
+def rotary_tables(model: nn.Module) -> int:
+    """Count the tables of rotary frequencies."""
+    return len(_rotary_buffers(model))
 
 
 def _rotary_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -207,7 +225,11 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
     scale = float((a * b).sum() / a.square().sum())
     if _explains(scale * a, a, b):
         return f"is A's times {scale:.6g}: scaled"
-    return _permuted(a, b, head) or f"has other values (relative difference {_relative(a, b):.1e})"
+    if (permuted := _permuted(a, b, head)) is not None:
+        return permuted
+    size = f"(relative difference {_relative(a, b):.1e})"
+    rank = rank_of_change(a, b) if a.ndim == 2 else None
+    return f"has other values {size}" if rank is None else f"has a change of rank {rank}: a LoRA? {size}"
 
 
 def _permuted(a: Tensor, b: Tensor, head: int) -> str | None:
@@ -442,16 +464,18 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
 # --- trials ----------------------------------------------------------------------------------------------------------
 
 
-def _trials(e: Evidence) -> list[str]:
-    """Change A as known faults would and see whether it then agrees with B."""
+def _trials(e: Evidence, only: str | None = None) -> list[str]:
+    """Change A as known faults would, or as `only` this one, and see whether it then agrees with B."""
+    if e.site.name.endswith("norm_out"):  # of a norm that reads what A's reads, which no trial changes
+        return []
     b = e.b.tensors[e.site]
     before = relative_difference(e.a.tensors[e.site], b, e.mask)
-    for cause, model, inputs in _changed(e):
+    for cause, model, inputs in _changed(e, only):
         with contextlib.suppress(Exception), _entered(e, model):
             after = capture_until(e.site, model, inputs, e.a.roles)
             if relative_difference(after, b, e.mask) * BETTER < before:
                 return [cause]
-    return _sees_later(e)
+    return _sees_later(e) if only is None and not _is_mlp(e.site) else []
 
 
 @contextlib.contextmanager
@@ -506,13 +530,19 @@ _ACTIVATION = r"(^|\.)(act|act_fn|activation\w*|gelu_impl)$"
 Change = Callable[[Any], bool]
 
 
-def _changed(e: Evidence) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """Causes, each with A changed by it and what that is called with."""
-    for cause, inputs in _other_inputs(e):
-        yield cause, e.a.model, inputs
-    for where, changes in (("", _model_changes(e)), (e.block, _block_changes(e) if e.block else ())):
+def _changed(e: Evidence, only: str | None) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """Causes, or `only` one, each with A changed by it and what that is called with."""
+    places = [(e.block, _mlp_changes())] if e.block else []
+    if not _is_mlp(e.site):
+        for cause, inputs in _other_inputs(e):
+            if only in (None, cause):
+                yield cause, e.a.model, inputs
+        places = [("", _model_changes(e)), *([(e.block, _attention_changes(e))] if e.block else []), *places]
+    for where, changes in places:
         model = None  # a copy that no change has found anything in is still A
         for cause, change in changes:
+            if only not in (None, cause):
+                continue
             if model is None:
                 model = _copy_to_change(e.a.model, where)
             with torch.no_grad():
@@ -520,6 +550,11 @@ def _changed(e: Evidence) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
             if has_changed:
                 yield cause, model, e.a.inputs
                 model = None
+
+
+def _is_mlp(site: Site) -> bool:
+    """True at the output of an MLP that reads what A's reads: nothing outside it can be the cause."""
+    return site.name in ("mlp_out", "mlp_post_norm_in")
 
 
 def _copy_to_change(model: nn.Module, where: str) -> nn.Module:
@@ -556,7 +591,7 @@ def _model_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
         yield words, partial(_set, block="", name="layer_types", value=[kind] * len(types))
 
 
-def _block_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
+def _attention_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
     config, head = _config(e.a.model), _head_width(e.a.model)
     pairs = torch.arange(head // 2 * 2).reshape(-1, 2).T.flatten()
     if head > 1 and head % 2 == 0:
@@ -575,6 +610,9 @@ def _block_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
         yield f"another scale of the softmax: {words}", partial(_set_scaling, scale=scale)
     for words, leaf in (("queries", "q_norm"), ("keys", "k_norm"), ("queries and keys", "[qk]_norm")):
         yield f"B has no norm of {words}", partial(_put, pattern=rf"(^|\.){leaf}$", module=nn.Identity())
+
+
+def _mlp_changes() -> Iterator[tuple[str, Change]]:
     yield "gate and up projections are swapped", _swap_gate_and_up
     for words, function in _ACTIVATIONS.items():
         yield f"another activation: {words}", partial(_put, pattern=_ACTIVATION, module=function)

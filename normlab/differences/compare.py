@@ -14,9 +14,9 @@ import inspect
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from normlab.differences.added import COLUMNS, Row, added_by_blocks, compare_sites, explained_parts
 from normlab.differences.capture import (
     FINAL,
     LOGITS,
@@ -41,29 +42,24 @@ from normlab.probes.passes import evaluating
 from normlab.probes.sites import stacks_of
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
-ROUNDINGS = 6.0  # of float32, by which two float64 copies may differ
 WITHOUT_FLOAT64 = 3e-5  # relative: beyond it two float32 copies are told apart, where float64 overflows
 COARSER = 64.0  # times the rounding expected of its dtype, beyond which a model computes a part in a coarser one
 
 
-class Row(NamedTuple):
-    """One site of the table. parts: True where the difference is beyond rounding."""
-
-    site: Site
-    difference: float
-    noise: float
-    parts: bool
-
-
 @dataclass
 class Difference:
-    """The result of `diff`. `table` has one row per site: site, layer, difference, noise, ratio, parts."""
+    """The result of `diff`. `table` has one row per site: site, layer, difference, noise, ratio, parts.
+
+    `added` has one row per block (`added_by_blocks`): layer, difference, noise, ratio, parts, logits. It is empty where
+    the models are equal, and of arrays.
+    """
 
     verdict: str
     first: Site | None
     causes: list[str]
     table: pd.DataFrame
     notes: list[str] = field(default_factory=list)
+    added: pd.DataFrame = field(default_factory=partial(pd.DataFrame, columns=COLUMNS))
 
     @property
     def equal(self) -> bool:
@@ -173,7 +169,8 @@ def _diff_models(
     if not exact:
         notes.append("compared in float32: a copy does not run in float64")
         side_a, side_b = run(0, torch.float32), run(1, torch.float32)
-    rows = _rows(side_a.tensors, side_b.tensors, single, LEAST if exact else WITHOUT_FLOAT64, mask)
+    noise, least = torch.float32, LEAST if exact else WITHOUT_FLOAT64
+    rows = compare_sites(side_a.tensors, side_b.tensors, single, least, mask)
     first, causes = _explained(side_a, side_b, rows, mask)
     is_cast = first is not None and coarser is not torch.float32 and any(_name(coarser) in one for one in causes)
     in_buffer = any("freq" in one for one in causes)
@@ -182,9 +179,17 @@ def _diff_models(
         if not in_buffer:  # which a note names
             part = f"{first.words()} of block {first.layer}, in {_code_of(side_b, first)}"
             notes.append(f"{part}, is in {_name(coarser)} whatever the model's dtype")
-        coarse = tensors(dtypes.index(coarser), coarser)
-        rows = _rows(side_a.tensors, side_b.tensors, coarse, _eps(coarser), mask)
+        noise, least = coarser, _eps(coarser)
+        rows = compare_sites(side_a.tensors, side_b.tensors, tensors(dtypes.index(coarser), coarser), least, mask)
         first, causes = _explained(side_a, side_b, rows, mask)
+    added = pd.DataFrame(columns=COLUMNS)
+    beyond: list[str] = []
+    if first is not None and not first.name.endswith("_grad"):
+        evidence = Evidence(side_a, side_b, first, mask)
+        try:
+            added, causes, beyond = _beyond(evidence, causes, run(0, noise), least)
+        except NormlabError as error:
+            beyond = [f"what each block adds is not known: {error}"]
     if first is None and exact:
         own = [tensors(i, dtypes[i]) for i in (0, 1)]
         rows = _rounding_rows(rows, own, [side_a.tensors, side_b.tensors], dtypes, mask)
@@ -197,7 +202,20 @@ def _diff_models(
             ] or ["a part is computed in a coarser dtype than the model's: a cast"]
     if first is not None:
         notes.append(f"B computes it in {_code_of(side_b, first)}")
-    return _result(rows, first, causes, side_a.captured.depth, notes)
+    return _result(rows, first, causes, side_a.captured.depth, [*notes, *beyond], added)
+
+
+def _beyond(
+    evidence: Evidence, causes: list[str], rounded: Side, least: float
+) -> tuple[pd.DataFrame, list[str], list[str]]:
+    """What each block adds, the causes with their extent, and notes on the block that adds most."""
+    added = added_by_blocks(evidence.a, evidence.b, rounded, least, evidence.mask)
+    if added.empty:
+        return added, causes, []
+    most = added[added["parts"]].sort_values("difference", kind="stable")["layer"].iloc[-1:].tolist()
+    other = next((int(layer) for layer in most if layer != evidence.site.layer), None)
+    cause, notes = explained_parts(evidence, next(iter(causes), None), rounded, least, other)
+    return added, [cause, *causes[1:]] if cause is not None else causes, notes
 
 
 def _explained(a: Side, b: Side, rows: list[Row], mask: Tensor | None) -> tuple[Site | None, list[str]]:
@@ -224,24 +242,6 @@ def _first(rows: list[Row]) -> Site | None:
     return next((row.site for row in rows if row.parts), None)
 
 
-def _rows(
-    a: dict[Site, Tensor], b: dict[Site, Tensor], rounded: dict[Site, Tensor], least: float, mask: Tensor | None
-) -> list[Row]:
-    """Compare two captures; `rounded` is the first one in a coarser dtype.
-
-    As many numbers in another shape are another layout, and not compared.
-    """
-    rows = []
-    for site in (site for site in a if site in b):
-        if a[site].shape != b[site].shape and a[site].numel() == b[site].numel():
-            continue
-        noise = relative_difference(a[site], rounded[site], mask)
-        difference = relative_difference(a[site], b[site], mask)
-        parts = math.isinf(difference) or difference > max(least, ROUNDINGS * noise)
-        rows.append(Row(site, difference, noise, parts))
-    return rows
-
-
 def _diff_arrays(
     a: nn.Module, arrays: dict[Site, Tensor], batch: dict[str, Any], blocks: str | None, dtype: torch.dtype | None
 ) -> Difference:
@@ -257,7 +257,7 @@ def _diff_arrays(
     computed = dtype or max((_dtype(a), *(x.dtype for x in arrays.values())), key=_eps)
     rounded = capture(_rounded(a, _dtype(a), computed), _in_dtype(inputs, computed), roles).tensors
     mask = roles.mask_of(batch)
-    rows = _rows(in_a.tensors, arrays, rounded, _eps(computed), mask)
+    rows = compare_sites(in_a.tensors, arrays, rounded, _eps(computed), mask)
     if all(in_a.tensors[row.site].shape != arrays[row.site].shape for row in rows):
         known = ", ".join(f"{site.name}.{site.layer}" for site in list(in_a.tensors)[:8])
         raise NormlabError(f"the file has no site of this model in its shape: name arrays as {known} ...")
@@ -297,11 +297,18 @@ def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def _result(rows: list[Row], first: Site | None, causes: list[str], depth: int, notes: list[str]) -> Difference:
+def _result(
+    rows: list[Row],
+    first: Site | None,
+    causes: list[str],
+    depth: int,
+    notes: list[str],
+    added: pd.DataFrame | None = None,
+) -> Difference:
     if not rows:
         raise NormlabError("the models have no site in common: check that both are decoders with blocks")
     table = pd.DataFrame(
-        [(s.name, s.layer, d, n, d / n if n else float("inf") if d else 0.0, bool(p)) for s, d, n, p in rows],
+        [(*row.site, row.difference, row.noise, row.ratio, bool(row.parts)) for row in rows],
         columns=["site", "layer", "difference", "noise", "ratio", "parts"],
     )
     if first is None:
@@ -312,12 +319,29 @@ def _result(rows: list[Row], first: Site | None, causes: list[str], depth: int, 
         verdict = f"equal: {len(known)} sites agree within rounding; the largest difference is {worst.difference:.1e}"
         return Difference(verdict, None, [], table, notes)
     row = table[(table.site == first.name) & (table.layer == first.layer)].iloc[0]
-    where = f"block {first.layer}" if 1 <= first.layer <= depth else "the embeddings" if first.layer < 1 else "the end"
     because = f": {causes[0]}" if causes else ""
     size = "differs"
     if math.isfinite(row.difference):
         size += f" by {row.difference:.1e}" + (f", {row.ratio:.0f} times rounding" if row.noise else "")
-    return Difference(f"parts at {where}, {first.words()} ({size}){because}", first, causes, table, notes)
+    added = pd.DataFrame(columns=COLUMNS) if added is None else added
+    verdict = f"parts at {_place(first.layer, depth)}, {first.words()} ({size}){because}"
+    return Difference(verdict + _clause(added, first.layer, depth), first, causes, table, notes, added)
+
+
+def _place(layer: int, depth: int) -> str:
+    return f"block {layer}" if 1 <= layer <= depth else "the embeddings" if layer < 1 else "the end"
+
+
+def _clause(added: pd.DataFrame, first: int, depth: int) -> str:
+    """What the verdict says of the errors that blocks add."""
+    adding = added[added["parts"].astype(bool)]
+    if adding.empty:
+        return ""
+    most, ruins = (int(adding.loc[adding[name].fillna(0).idxmax(), "layer"]) for name in ("difference", "logits"))
+    if len(adding) == 1 and most == first:
+        return "; nothing else adds error"
+    moves = f", {_place(ruins, depth)} moves the logits most" if ruins != most else ""
+    return f"; {_place(most, depth)} adds most{moves}"
 
 
 def _original(model: nn.Module) -> nn.Module:

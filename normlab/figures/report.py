@@ -223,3 +223,38 @@ def difference_figure(table: pd.DataFrame) -> go.Figure:
     title = "The models agree within rounding" if not parts.any() else "Where the models part"
     figure.update_layout(showlegend=True)
     return theme.titled(figure, title, "sites in order of computation; below the axis: no difference", 430)
+
+
+def added_figure(table: pd.DataFrame) -> go.Figure:
+    """The error that each block adds on the first model's input, and what it does to the logits.
+
+    Args:
+        table: columns `layer difference noise parts logits`, the `added` of `normlab.diff`.
+    """
+    names = ["embeddings", *(str(layer) for layer in table["layer"].iloc[1:-1]), "end"]
+    sizes = table[["difference", "noise", "logits"]].replace(math.inf, np.nan)
+    sizes = sizes.where(sizes > 0)
+    figure = go.Figure()
+    for column, label, color, symbol in (
+        ("noise", "rounding", COLORS[6], "line-ew-open"),
+        ("difference", "added by the block", COLORS[0], "circle"),
+        ("logits", "change of the logits by it alone", COLORS[1], "diamond-open"),
+    ):
+        figure.add_scatter(
+            x=names,
+            y=[None if math.isnan(value) else value for value in sizes[column]],
+            name=label,
+            mode="markers",
+            marker={"size": 9, "color": color, "symbol": symbol, "line": {"width": 2, "color": color}},
+            hovertemplate="%{x}: %{y:.3g}<extra>" + label + "</extra>",
+        )
+    most = sizes["difference"].where(table["parts"].astype(bool))
+    title = "No block adds an error beyond rounding"
+    if most.notna().any():
+        name = names[int(np.nanargmax(most))]
+        title = f"Block {name} adds most error" if name.isdigit() else f"Most error is added by the {name}"
+    figure.update_xaxes(type="category", title_text="block")
+    figure.update_yaxes(type="log", title_text="relative difference", exponentformat="power")
+    figure.update_layout(showlegend=True)
+    words = "each block of B on A's input, against A's block; no marker: no difference"
+    return theme.titled(figure, title, words, 430)

@@ -252,6 +252,12 @@ _ROWS = (
            "uniform attention", "", *AMOUNT, "model", "model"),
     Metric("parameter_rms", "root mean square of a parameter; the site is its name within the block",
            "size of a parameter", "", *SIZE, "model", "model"),
+    Metric("update_ratio", "‖update‖ of Adam, without weight decay, over ‖parameters‖ of a block",
+           "update over weights", "", *SIZE, "model", "model"),
+    Metric("first_moment", "root mean square of Adam's first moment in a block, corrected for its start",
+           "size of the first moment", "", *SIZE, "model", "model"),
+    Metric("second_moment", "root of the mean of Adam's second moment in a block, corrected for its start",
+           "root of the second moment", "", *SIZE, "model", "model"),
     Metric("parameter_mean", "mean of a gain, lambda, alpha or scale; the site is its name within the block",
            "mean of a gain", "", *AMOUNT, "model", "model"),
 )

@@ -24,6 +24,8 @@ from normlab.probes.forward_call import CallInputs, LossTokens, TokenMask
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.sites import Sites, sites
+from normlab.probes.updates import METRICS as UPDATES
+from normlab.probes.updates import updates
 
 if TYPE_CHECKING:
     import pandas
@@ -69,7 +71,8 @@ class LossSpikes:
 class Explanation:
     """The sites that left their own past. `table` has one row per site, layer and metric, the first to leave in front.
 
-    Columns: step, site, layer, metric, value, z, of the step at which it leaves.
+    Columns: step, site, layer, metric, value, z, of the step at which it leaves. Adam's updates and moments, where they
+    are read, follow the others: the verdict names them after the layer that left first, which they do not decide.
     """
 
     verdict: str
@@ -153,22 +156,34 @@ class Readings:
         A series leaves where |z| is above 6 in two readings in a row, with one sign, or above 12 in one. At least 8
         values of d must be known. A value that is not finite leaves at once, unless the series begins so and is finite
         later. Of the sites that leave at one step the largest |z| is named, of equal ones the first in forward order.
-        Metrics of branches are compared as they are.
+        Metrics of branches are compared as they are. Adam's updates and moments are judged by the same rule and named
+        besides: they do not decide which layer left first.
 
         How often it is right: "How often it names the right layer" in docs/compare.md.
         """
+        import pandas
+
         history = _joined(self._last)
-        table = _departures(history, since)
+        is_update = history["metric"].isin(UPDATES)
+        table, moved = (_departures(rows, since) for rows in (history[~is_update], history[is_update]))
         if not len(history):
             return Explanation("nothing was read yet", table, history)
-        if not len(table):
+        if len(table):
+            first = table.iloc[0]
+            words = f"layer {first['layer']}, {site_label(first['site'])} left its past first, {_departure(first)}"
+        else:
             steps = history["step"].unique()
             words = f"no site left its past in {len(steps)} readings, steps {steps.min()} to {steps.max()}"
+        if not len(moved):
             return Explanation(words, table, history)
-        first = table.iloc[0]
-        size = "is not finite" if not math.isfinite(first["value"]) else f"{first['z']:+.0f} robust deviations"
-        words = f"layer {first['layer']}, {site_label(first['site'])} left its past first, at step {first['step']}"
-        return Explanation(f"{words} ({first['metric']}: {size})", table, history)
+        words += f"; of Adam's updates those of layer {moved.iloc[0]['layer']} did first, {_departure(moved.iloc[0])}"
+        return Explanation(words, pandas.concat([table, moved] if len(table) else [moved], ignore_index=True), history)
+
+
+def _departure(row: pandas.Series) -> str:
+    """When and how far a site left its past."""
+    size = "is not finite" if not math.isfinite(row["value"]) else f"{row['z']:+.0f} robust deviations"
+    return f"at step {row['step']} ({row['metric']}: {size})"
 
 
 def _joined(tables: Iterable[pandas.DataFrame]) -> pandas.DataFrame:
@@ -285,6 +300,7 @@ def observe(
     group: Any = None,
     path: str | Path | None = None,
     mask: TokenMask = None,
+    optimizer: Any = None,
 ) -> Observer:
     """Measure the layers of `model` in a training loop: two calls.
 
@@ -318,6 +334,8 @@ def observe(
             the data-parallel group, since its ranks see the same tokens.
         path: a CSV file of the last readings, written anew after each. It is there when the process dies.
         mask: what masks padding, as for `record`.
+        optimizer: Adam or AdamW, whose updates and moments are read too, by block: `update_ratio`, `first_moment`,
+            `second_moment` (`normlab.probes.updates`). Of another one they are left out, with a warning.
 
     Raises:
         NormlabError: `every` or `accumulate` is not a whole number from 1; an unknown metric; no folder for `path`.
@@ -334,7 +352,7 @@ def observe(
         raise NormlabError(f"accumulate is {accumulate!r}: give a whole number from 1")
     require_folder(path)
     readings = Readings(path=None if path is None else Path(path))
-    observer = Observer(sites(model, blocks, mask=mask), every, metrics, summed, readings, group)
+    observer = Observer(sites(model, blocks, mask=mask), every, metrics, summed, readings, group, optimizer)
     observer.begin(start)
     return observer
 
@@ -352,11 +370,12 @@ class Observer:
         loss_tokens: LossTokens,
         readings: Readings,
         group: Any = None,
+        optimizer: Any = None,
     ) -> None:
         require_every(every)
         self.sites, self.readings = where, readings
         self._metrics = [metric.name for metric in resolve_metrics(metrics)]
-        self._every, self._loss_tokens, self._group = every, loss_tokens, group
+        self._every, self._loss_tokens, self._group, self._optimizer = every, loss_tokens, group, optimizer
         self._recorder: Recorder | None = None
         self._trains = any(metric.kind == "gradient" for metric in resolve_metrics(metrics))
         self._forgives = False
@@ -382,6 +401,8 @@ class Observer:
 
     def end(self, step: int) -> bool:
         """Keep what a measured step holds, merged over ranks. True if it was measured."""
+        import pandas
+
         is_measured = self.pause()
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
@@ -402,7 +423,12 @@ class Observer:
                 return False
             weights, without = _weights(self.sites, step)
             self._tell(step, "weights", without)
-            self.readings.add(_joined([layers, weights]))
+            tables = [layers, weights]
+            if self._optimizer is not None:
+                rows, without = updates(self.sites, self._optimizer, step)
+                self._tell(step, "updates", without)
+                tables += [pandas.DataFrame(rows, columns=COLUMNS)] * bool(rows)
+            self.readings.add(_joined(tables))
             # Of several ranks none may leave out a step alone: the others would wait for it.
             self._forgives = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         return is_measured

@@ -6,6 +6,7 @@ import html
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 from normlab.differences import Difference, diff
@@ -29,7 +30,9 @@ def difference_report(
     any_size: bool = False,
     out: str | Path | None = None,
 ) -> Difference:
-    """Compare models `a` and `b` on a text (`normlab.diff`). Into `out` go `report.html` and `difference.csv`.
+    """Compare models `a` and `b` on a text (`normlab.diff`). Into `out` go `report.html` and the tables.
+
+    `difference.csv` has one row per site, `added.csv` one per block.
 
     Args:
         a: directory or hub name; the reference. Its tokenizer reads the text.
@@ -68,19 +71,31 @@ def _causal(name: str, loaded: Loaded) -> Loaded:
 
 
 def write_difference(result: Difference, folder: Path, title: str) -> Path:
-    """Write the table of a comparison and its page; return the page's path."""
-    from normlab.figures.report import difference_figure
+    """Write the tables of a comparison and its page; return the page's path."""
+    from normlab.figures.report import added_figure, difference_figure
     from normlab.report.page import Section, drawn, write_page
 
+    def shown(table: pd.DataFrame) -> str:
+        return str(table.to_html(index=False, float_format=lambda x: f"{x:.3g}", border=0, na_rep=""))
+
     causes = "".join(f"<li>{html.escape(cause)}</li>" for cause in (*result.causes, *result.notes))
-    table = result.table.to_html(index=False, float_format=lambda x: f"{x:.3g}", border=0)
     opening = f"<p><b>{html.escape(result.verdict)}</b></p><ul>{causes}</ul>"
     words = (
         "<p>Difference and noise are root mean squares over tokens of |x - y| / |x|. The difference is between the two "
         "models in float64, the noise between the first one in float32 and in float64.</p>"
     )
-    all_sites = Section("All sites, in order of computation", f'{words}<div class="scroll">{table}</div>')
+    all_sites = Section("All sites, in order of computation", f'{words}<div class="scroll">{shown(result.table)}</div>')
+    sections = [drawn(difference_figure(result.table)), all_sites]
+    if not result.added.empty:
+        words = (
+            "<p>Each block of the second model reads what the first model's block reads, and is compared with it. "
+            "Row 0 is of the embeddings, the last one of what follows the blocks. Logits: their difference in the "
+            "first model where this block's output is the second model's.</p>"
+        )
+        blocks = Section("What each block adds", f'{words}<div class="scroll">{shown(result.added)}</div>')
+        sections[1:1] = [drawn(added_figure(result.added)), blocks]
     with whole_files(folder) as staged:
         result.table.to_csv(staged / "difference.csv", index=False)
-        page = write_page(staged, title, opening, [drawn(difference_figure(result.table)), all_sites])
+        result.added.to_csv(staged / "added.csv", index=False)
+        page = write_page(staged, title, opening, sections)
     return folder / page.name

@@ -18,6 +18,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -28,6 +30,7 @@ from normlab.differences import diff, read_arrays, write_arrays
 from normlab.differences.capture import Capture, Site, counted, roles_of
 from normlab.differences.causes import Side
 from normlab.differences.compare import _code_of
+from normlab.differences.forms import aligned, merged
 from normlab.errors import NormlabError
 
 SIZES = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -224,7 +227,7 @@ def test_a_port_with_names_of_its_own_is_equal_and_its_fault_is_named_with_the_l
     assert equal["right"] and spoiled["right"] and spoiled["site_right"] and spoiled["cause_right"], spoiled
     a = ports.reference("GPT2")
     result = diff(a, ports.Port(a, "norm without the mean").eval(), {"input_ids": torch.arange(24).view(1, -1)})
-    assert result.causes == ["B does not subtract the mean: LayerNorm or RMSNorm"], result
+    assert result.causes == ["8 of 9 norms: B does not subtract the mean: LayerNorm or RMSNorm"], result
     assert re.search(r"blocks.0.before.0, Norm, .*ports.py:\d+", str(result))
 
 
@@ -263,7 +266,7 @@ def test_another_shape_is_a_difference_and_named(llama, batch, tmp_path):
     longer.resize_token_embeddings(80)
     result = diff(llama, longer, batch)
     assert result.first == ("logits", 5) and result.causes == ["its shape is (2, 12, 64) in A and (2, 12, 80) in B"]
-    assert result.verdict == f"parts at the end, logits (differs): {result.causes[0]}"
+    assert result.verdict == f"parts at the end, logits (differs): {result.causes[0]}; nothing else adds error"
     write_arrays(llama, batch, tmp_path / "all.safetensors")
     arrays = {f"{site.name}.{site.layer}": x.numpy() for site, x in read_arrays(tmp_path / "all.safetensors").items()}
     arrays["block_out.2"] = arrays["block_out.2"][:, :-1]
@@ -467,7 +470,7 @@ def test_the_place_of_eps_is_told_from_its_size(batch, size, cause, alike):
     b = copy.deepcopy(a)
     for block in b.model.layers:
         block.input_layernorm = OtherEps(block.input_layernorm, size)
-    assert diff(a, b, batch).causes[0].startswith(cause)
+    assert cause in diff(a, b, batch).causes[0]
 
 
 def test_an_rms_norm_without_eps_is_the_same_in_every_dtype(batch):
@@ -612,4 +615,157 @@ def test_the_scale_that_a_softmax_has_instead_is_named(words, scale, llama, batc
     port = copy.deepcopy(llama)
     for layer in port.model.layers:
         layer.self_attn.scaling = scale
-    assert diff(llama, port, batch).causes == [f"another scale of the softmax: {words} in place of 1/sqrt(d_head)"]
+    cause = f"all 4 blocks: another scale of the softmax: {words} in place of 1/sqrt(d_head)"
+    assert diff(llama, port, batch).causes == [cause]
+
+
+# --- beyond the first place ------------------------------------------------------------------------------------------
+
+
+def _scale_two_blocks(model: Any) -> None:
+    model.model.layers[1].mlp.down_proj.weight.data *= 1.01
+    model.model.layers[2].self_attn.o_proj.weight.data *= 1.5
+
+
+def test_what_a_block_adds_is_what_it_adds_to_the_first_model_with_this_block_alone(llama, batch):
+    b = copy.deepcopy(llama)
+    _scale_two_blocks(b)
+    result = diff(llama, b, batch)
+    assert result.verdict.startswith("parts at block 2, MLP (")
+    assert result.verdict.endswith(": down_proj.weight is A's times 1.01: scaled; block 3 adds most")
+    assert result.notes[-1] == "block 3, attention: o_proj.weight is A's times 1.5: scaled"
+    added = result.added.set_index("layer")
+    assert added.index.tolist() == [0, 1, 2, 3, 4, 5] and added.index[added["parts"]].tolist() == [2, 3]
+    for layer in (2, 3):
+        outputs = {}
+        for name, block in (("a", llama.model.layers[layer - 1]), ("b", b.model.layers[layer - 1])):
+            model = copy.deepcopy(llama).double()
+            model.model.layers[layer - 1] = copy.deepcopy(block).double()
+            kept: list[torch.Tensor] = []
+            _output(model.model.layers[layer - 1], lambda y, kept=kept: kept.append(y) or y)
+            with torch.no_grad():
+                kept.append(model(**batch, use_cache=False).logits)
+            outputs[name] = [x[batch["attention_mask"].bool()] for x in kept]
+        for column, x, y in zip(("difference", "logits"), outputs["a"], outputs["b"], strict=True):
+            size = ((x - y).norm(dim=-1) / x.norm(dim=-1)).square().mean().sqrt()
+            assert math.isclose(added.loc[layer, column], float(size), rel_tol=1e-6), (layer, column)
+
+
+@pytest.mark.parametrize(("spared", "words"), [("none", "all 9 norms"), ("layers.2.input", "8 of 9 norms")])
+def test_one_fault_of_all_norms_is_said_once(llama, batch, spared, words):
+    b = copy.deepcopy(llama)
+    for name, gain in b.named_parameters():
+        gain.data += float("norm" in name and spared not in name)
+    result = diff(llama, b, batch)
+    assert f"): {words}: weight is A's + 1: a gain of 1 + w?; " in result.verdict
+    most, ruins = (int(result.added[name].idxmax()) for name in ("difference", "logits"))
+    assert most != ruins == 5 and result.verdict.endswith(f"; block {most} adds most, the end moves the logits most")
+    assert not any("norm" in note and "gain" in note for note in result.notes)
+
+
+def test_final_norm_and_head_add_what_they_add_on_the_first_models_last_block(llama, batch):
+    b = copy.deepcopy(llama)
+    b.model.layers[0].mlp.down_proj.weight.data *= 1.2
+    b.model.norm.weight.data *= 1.15
+    b.lm_head.weight.data *= 1.1
+    added = diff(llama, b, batch).added.set_index("layer")
+    assert math.isclose(added.loc[5, "difference"], 1.15 * 1.1 - 1, rel_tol=1e-5)  # norm and head, on A's last block
+    assert added.loc[5, "logits"] == added.loc[5, "difference"] and not added.loc[[0, 2, 3, 4], "parts"].any()
+
+
+def test_what_blocks_add_is_left_out_where_they_hand_on_several_tensors(batch):
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            residual = residual + x
+            return self.mlp(self.norm(residual)), residual
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+            self.layers = nn.ModuleList([Block() for _ in range(3)])
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(input_ids)
+            residual = torch.zeros_like(x)
+            for layer in self.layers:
+                x, residual = layer(x, residual)
+            return self.head(x + residual)
+
+    torch.manual_seed(0)
+    a = Model()
+    b = copy.deepcopy(a)
+    b.layers[1].mlp.weight.data *= 1.1
+    result = diff(a, b, batch)
+    assert result.first is not None and result.first.layer == 2 and result.added.empty and "adds" not in result.verdict
+    assert result.notes[-1].startswith("what each block adds is not known: blocks hand on several tensors")
+
+
+# --- other forms of the same weights ---------------------------------------------------------------------------------
+
+
+def test_fused_projections_are_compared_with_split_ones(llama, batch):
+    """Phi-3 holds q, k and v in one matrix, and gate and up in another."""
+    config = llama.config.to_dict() | {"pad_token_id": 0}
+    b = Phi3ForCausalLM(Phi3Config(**{n: v for n, v in config.items() if n not in ("model_type", "architectures")}))
+    weights = llama.state_dict()
+    for i in range(4):
+        attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        for owner, fused, names in ((attention, "qkv", "qkv"), (mlp, "gate_up", ("gate", "up"))):
+            parts = [weights.pop(f"{owner}{name}_proj.weight") for name in names]
+            weights[f"{owner}{fused}_proj.weight"] = torch.cat(parts)
+    b.load_state_dict(weights)
+    assert diff(llama, b.eval(), batch).equal
+    b.model.layers[1].self_attn.qkv_proj.weight.data[32:48] *= 1.3  # the keys, after 32 rows of queries
+    b.model.layers[2].mlp.gate_up_proj.weight.data[48:] *= 2
+    result = diff(llama, b, batch)
+    assert result.causes[0] == "k_proj.weight is A's times 1.3: scaled"
+    assert result.notes[-1] == "block 3, MLP: up_proj.weight is A's times 2: scaled"
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups"), [(4, 4), (4, 2), (4, 1)], ids=["q k v of a head", "a group's queries, k, v", "one key"]
+)
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_a_fused_projection_is_split_as_its_rows_are_ordered(heads, groups, kind):
+    sizes = [8 * heads, 8 * groups, 8 * groups]
+    parts = [torch.randn((n, 5) if kind == "weight" else n) for n in sizes]
+    fused = torch.cat([x.unflatten(0, (groups, -1)) for x in parts], 1).flatten(0, 1)
+    split = {f"{name}.{kind}": x for name, x in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True)}
+    spoiled = split | {f"v_proj.{kind}": 2 * parts[2]}
+    for other in (split, spoiled):
+        found, same = aligned({f"query_key_value.{kind}": fused}, other, 8)
+        assert same == other and all(torch.equal(found[name], x) for name, x in split.items())
+
+
+def test_a_lora_is_compared_as_the_weight_that_it_acts_as(llama, batch):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    wrapped = peft.get_peft_model(copy.deepcopy(llama), config)
+    assert diff(llama, wrapped, batch).equal  # B is zero at the start
+    layer = wrapped.base_model.model.model.layers[2].self_attn.q_proj
+    torch.nn.init.normal_(layer.lora_B.default.weight)
+    assert "q_proj.weight has a change of rank 2: a LoRA?" in diff(llama, wrapped, batch).causes[0]
+    weight = llama.model.layers[2].self_attn.q_proj.weight
+    weight = weight + 3 * layer.lora_B.default.weight @ layer.lora_A.default.weight
+    by_hand = copy.deepcopy(llama)
+    by_hand.model.layers[2].self_attn.q_proj.weight.data = 1.5 * weight.detach()
+    assert diff(wrapped, by_hand, batch).causes[0] == "q_proj.weight is A's times 1.5: scaled"
+
+
+def test_a_lora_layer_is_known_by_the_names_of_its_parts():
+    class Lora(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer, self.scaling = linear, 0.5
+            self.lora_A, self.lora_B = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(8, 2))
+
+    module = nn.ModuleDict({"q_proj": Lora(nn.Linear(6, 8)), "o_proj": nn.Linear(8, 6)})
+    found = merged(module, dict(module.named_parameters()))
+    layer: Any = module["q_proj"]
+    assert found.keys() == {"q_proj.weight", "q_proj.bias", "o_proj.weight", "o_proj.bias"}
+    assert torch.equal(found["q_proj.weight"], layer.base_layer.weight + 0.5 * layer.lora_B @ layer.lora_A)

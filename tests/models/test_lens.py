@@ -2,7 +2,9 @@
 attribution."""
 
 import copy
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from model_helpers import fresh_model
 from probe_zoo import near, tiny_llama
 
 import normlab
+from normlab.differences.capture import capture, roles_of
 from normlab.errors import NormlabError
 from normlab.norms import BHyT, RMSNorm
 from normlab.probes import record, sites, skip_sensitivity
@@ -22,6 +25,7 @@ from normlab.schemes import STUDIED
 pytest.importorskip("transformer_lens")
 from normlab.models.lens import component_effects, direct_logit_attribution, to_bridge  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = torch.finfo(torch.float32).eps
 POST = ("post_rmsnorm", "mix_ln")
 ANSWERS = torch.tensor([3, 7])
@@ -246,3 +250,19 @@ def test_transformer_lens_finds_the_adapter_by_what_pip_installs(tmp_path, monke
     found = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
     assert found.stdout.split() == [b"NormlabArchitectureAdapter", b"True"], found.stderr.decode()
     assert b"entry point" not in found.stderr
+
+
+def test_the_names_of_the_page_are_of_one_tensor(monkeypatch):
+    """Ours and TransformerLens's in docs/beside.md, on another model than the one on which they were found."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    names = importlib.import_module("names")
+    page = (ROOT / "docs" / "beside.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [\w' -]+ \| `(\w+)` \| (?:`\w+`)? ?\| `([\w.]+)` \|", page, flags=re.MULTILINE)
+    assert len(rows) == len(names.ROWS) == 10
+    model, ids = names.a_model(seed=3)
+    ours = capture(model, {"input_ids": ids}, roles_of(model, {"input_ids": ids})).tensors
+    cache = names.lens_cache(model, ids)
+    for site, name in rows:
+        found = {layer: x for (own, layer), x in ours.items() if own == site}
+        assert len(found) == (3 if ".i." in name else 1), site
+        assert all(names.are_equal(x, cache[name.replace(".i.", f".{layer - 1}.")]) for layer, x in found.items()), site

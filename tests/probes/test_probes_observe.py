@@ -316,3 +316,95 @@ def test_a_compiled_step_keeps_its_graph_when_the_model_inside_is_observed():
             graphs.append(0)
             observer.step(compiled(**token_batch()).loss.item(), step)
     assert graphs == [0, 1, 0, 0] and set(observer.to_pandas()["step"]) == {0, 2}
+
+
+# --- Adam's updates --------------------------------------------------------------------------------------------------
+
+ADAMS = {
+    "Adam": (torch.optim.Adam, {}),
+    "AdamW with decay": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "foreach": (torch.optim.AdamW, {"foreach": True}),
+    "fused": (torch.optim.AdamW, {"fused": True}),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "a tensor's rate": (torch.optim.Adam, {"lr": torch.tensor(1e-2), "foreach": False}),
+}
+
+
+@pytest.mark.parametrize("kind", ADAMS)
+def test_an_update_is_the_step_that_adam_takes(kind):
+    """The step itself, of one group of parameters with a rate of its own and one frozen; decay taken off."""
+    make, options = ADAMS[kind]
+    model = tiny_llama()
+    block = model.model.layers[1]
+    block.mlp.up_proj.requires_grad_(False)
+    gains = [p for n, p in model.named_parameters() if "norm" in n]
+    rest = [p for n, p in model.named_parameters() if "norm" not in n and p.requires_grad]
+    groups = [{"params": gains, "lr": 1e-1, "betas": (0.5, 0.6)}, {"params": rest}]
+    optimizer = make(groups, **{"lr": 1e-2, **options})
+    observer = normlab.observe(model, every=1, metrics=["rms"], optimizer=optimizer)
+    for step in range(4):
+        model(**token_batch()).loss.backward()
+        before = {p: p.detach().double() for p in block.parameters() if p.requires_grad}
+        optimizer.step()
+        optimizer.zero_grad()
+        observer.step(1.0, step)
+    kept = {p: 1 - float(g["lr"]) * g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    moved = sum(float((p.detach() - w * kept[p]).square().sum()) for p, w in before.items())
+    size = sum(float(p.detach().double().square().sum()) for p in before)
+    table = observer.to_pandas().set_index(["metric", "layer", "step"])["value"]
+    assert table["update_ratio", 2, 3] == pytest.approx((moved / size) ** 0.5, rel=1e-4)
+    assert len(table["update_ratio"]) == 12
+
+
+def test_moments_are_those_of_the_gradients():
+    """With one gradient at every step the corrected moments are it, and its size."""
+    model = tiny_llama()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    observer = normlab.observe(model, every=1, metrics=["rms"], optimizer=optimizer)
+    for step in range(3):
+        model(**token_batch()).loss.backward()
+        optimizer.step()
+        sizes = [p.grad.square().sum() for p in model.model.layers[0].parameters()]
+        count = sum(p.numel() for p in model.model.layers[0].parameters())
+        optimizer.zero_grad()
+        observer.step(1.0, step)
+    table = observer.to_pandas().set_index(["metric", "layer", "step"])["value"]
+    size = float((sum(sizes) / count).sqrt())
+    for metric, value in (("first_moment", size), ("second_moment", size), ("update_ratio", 0)):
+        assert table[metric, 1, 2] == pytest.approx(value, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda model: torch.optim.SGD(model.parameters()), "SGD is neither Adam nor AdamW"),
+        (lambda model: torch.optim.NAdam(model.parameters()), "NAdam is neither Adam nor AdamW"),
+        (lambda model: torch.optim.Adam(model.parameters()), "the optimizer has taken no step"),
+    ],
+)
+def test_an_optimizer_without_moments_is_a_reason_told_once(make, reason):
+    model = tiny_llama()
+    with normlab.observe(model, every=1, metrics=["rms"], optimizer=make(model)) as observer:
+        model(**token_batch())
+        with pytest.warns(UserWarning, match=f"step 0: updates are left out: {reason}"):
+            observer.step(1.0, 0)
+        model(**token_batch())
+        observer.step(1.0, 1)
+    assert set(observer.to_pandas()["metric"]) == {"rms", "parameter_rms"}
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["a site left", "none left"])
+def test_updates_are_named_besides_and_do_not_decide(leaves):
+    sizes = grown(lambda step, layer: 3.0 if leaves and layer == 3 and step >= 40 else 1.0)
+    both = Readings()
+    for step, table in sizes.to_pandas().groupby("step"):
+        moved = {layer: 1e-3 * (1 + 0.01 * ((7 * step + layer) % 5)) for layer in range(1, 5)}
+        moved[2] *= 5.0 if step >= 30 else 1.0
+        both.add(pandas.concat([table, reading(step, moved, "update_ratio", "parameters")]))
+    alone, explanation = sizes.explain(), both.explain()
+    clause = "; of Adam's updates those of layer 2 did first, at step 30 (update_ratio: +"
+    assert explanation.verdict.startswith(alone.verdict + clause)
+    assert ("left its past first" in alone.verdict) is leaves
+    columns = ["metric", "layer"]
+    named = [*alone.table[columns].itertuples(index=False, name=None), ("update_ratio", 2)]
+    assert [*explanation.table[columns].itertuples(index=False, name=None)] == named

@@ -31,6 +31,8 @@ def test_diff_names_the_block_and_writes_a_page_and_a_table(ported, tmp_path, ca
     assert "parts at block 2, MLP norm" in page and "plotly" in page
     table = pandas.read_csv(tmp_path / "page" / "difference.csv")
     assert table[table.parts].iloc[0][["site", "layer"]].tolist() == ["mlp_norm_out", 2]
+    added = pandas.read_csv(tmp_path / "page" / "added.csv")
+    assert added[added.parts]["layer"].tolist() == [2] and "Block 2 adds most error" in page
 
 
 def test_diff_of_a_model_with_itself_and_bad_input_are_one_line(ported, tmp_path, capsys, refused):
