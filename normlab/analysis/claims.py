@@ -40,6 +40,7 @@ from normlab.errors import NormlabError
 from normlab.probes.metrics import metric_row
 
 MOMENTS = (("before training", 0), ("after training", None))
+HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
 
 
 def learned(runs: pd.DataFrame) -> pd.DataFrame:
@@ -285,9 +286,9 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
         depth: default the deepest at which three schemes were run.
 
     Returns:
-        One row per claim, which is the index: `rates ours seeds says`. Its name is the depth. `rates` are the learning rates of `a` and
-        `b`. `ours` is the difference, or the ratio of sizes, with its 95% interval. `says` is "holds", "does not
-        hold", "undecided", "not run", "one seed: ...", or why nothing can be said.
+        One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
+        rates of `a` and `b`. `ours` is the difference, or the ratio of sizes, with its 95% interval. `says` is "holds",
+        "does not hold", "undecided", "not run", "one seed: ...", or why nothing can be said.
     """
     depth = deepest(runs) if depth is None else depth
     found = [_measured(runs, claim, depth) for claim in asked]
@@ -315,9 +316,6 @@ def sentence(table: pd.DataFrame) -> str:
         f"{first.name}: {first['says']}{of}. Of {len(table)} claims {holds} hold{'s' * (holds == 1)}, {fails} "
         f"do{'es' * (fails == 1)} not, and {len(table) - holds - fails} cannot be decided here."
     )
-
-
-HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
 
 
 def _measured(runs: pd.DataFrame, claim: Claim, depth: int) -> pd.DataFrame:

@@ -48,7 +48,9 @@ def model_ratios(folder: str | Path) -> pd.DataFrame:
     names = {"section": "what", "function": "model", "ratio_low": "low", "ratio_high": "high", "rows": "tokens"}
     columns = ["device", "what", "model", "ratio", "low", "high", "tokens"]
     tables = [pd.read_csv(path).query("peer == @OWN").dropna(subset="ratio") for path in files]
-    return pd.concat(tables, ignore_index=True).rename(columns=names)[columns] if tables else pd.DataFrame(columns=columns)
+    if not tables:
+        return pd.DataFrame(columns=columns)
+    return pd.concat(tables, ignore_index=True).rename(columns=names)[columns]
 
 
 def nearest_to_copy(shares: pd.DataFrame) -> str:

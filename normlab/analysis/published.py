@@ -68,7 +68,7 @@ def load_published(path: str | Path | None = None) -> pd.DataFrame:
 
 
 def printed(published: pd.DataFrame) -> list[pd.DataFrame]:
-    """The papers' tables of losses, perplexities and accuracies, one per paper: a row per model, a column per method."""
+    """The papers' losses, perplexities and accuracies, a table per paper: a row per model, a column per method."""
     rows = published[published["metric"].isin(PRINTED)].fillna({"note": ""})
     place = ["where", "model", "metric", "note"]
     wide = {

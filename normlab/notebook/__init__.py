@@ -107,7 +107,11 @@ def folded(summary: str, *tables: pd.DataFrame) -> HTML:
 
     def page(table: pd.DataFrame) -> str:
         return table.to_html(
-            index=not isinstance(table.index, pd.RangeIndex), border=0, na_rep="", float_format="{:.4g}".format
+            index=not isinstance(table.index, pd.RangeIndex),
+            border=0,
+            na_rep="",
+            float_format="{:.4g}".format,
+            sparsify=False,
         )
 
     return HTML(f"<details><summary>{escape(summary)}</summary>{''.join(map(page, tables))}</details>")

@@ -137,13 +137,6 @@ class TrainTheatre(PlotWidget):
         progress = {name: _progress_of(run, profiles[name], step) for name, run in self.runs.items()}
         return look.themed(training_progress(progress, metric, site, self._depth), theme)
 
-    def static(self) -> go.Figure:
-        """The present drawing; before the start a sentence, as there is nothing to draw."""
-        if all(run.state == READY for run in self.runs.values()):
-            names = " and ".join(look.style_of(name).title for name in self.runs)
-            return look.message_figure(f"{names} train here after start, which needs Python: make lab.")
-        return super().static()
-
     def _sentences(self) -> str:
         return "<br>".join(_sentence(name, run, self.theme) for name, run in self.runs.items())
 

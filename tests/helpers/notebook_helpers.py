@@ -116,8 +116,9 @@ def _outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def figures_in(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:
-    """Every plotly figure that the notebook shows, in order."""
-    return [output["data"][PLOTLY] for output in _outputs(notebook) if PLOTLY in output.get("data", {})]
+    """Every plotly figure that the notebook shows, in order, without the pictures of widgets."""
+    shown = [output.get("data", {}) for output in _outputs(notebook)]
+    return [data[PLOTLY] for data in shown if PLOTLY in data and WIDGET not in data]
 
 
 def schemes_of(figure: dict[str, Any]) -> set[str]:
@@ -142,9 +143,9 @@ def _pages(notebook: nbformat.NotebookNode) -> list[BeautifulSoup]:
 def tables_in(notebook: nbformat.NotebookNode) -> list[pd.DataFrame]:
     """Every table that the notebook shows, in order: cells as text, the index as its first columns."""
     found = []
-    for page in _pages(notebook):
-        rows = [[cell.text for cell in row.find_all(["th", "td"])] for row in page.find_all("tr")]
-        heads = len(page.thead.find_all("tr"))  # the second of two names the index
+    for shown in (part for page in _pages(notebook) for part in page.find_all("table")):
+        rows = [[cell.text for cell in row.find_all(["th", "td"])] for row in shown.find_all("tr")]
+        heads = len(shown.thead.find_all("tr"))  # the second of two names the index
         names = [max(column, key=len) if not column[-1] else column[-1] for column in zip(*rows[:heads], strict=True)]
         found.append(pd.DataFrame(rows[heads:], columns=names))
     return found

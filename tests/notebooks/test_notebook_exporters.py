@@ -123,7 +123,7 @@ def test_a_page_without_plotly_inside_is_refused(tmp_path):
 
 def test_the_cell_that_installs_is_left_out_of_pages_and_kept_in_the_notebook():
     notebook = executed(tags=("install",))
-    assert "figure" not in re.sub(r"<style.*?</style>", "", page_of(notebook), flags=re.DOTALL)
+    assert "figure" not in re.sub(r"<(style|script).*?</\1>", "", page_of(notebook), flags=re.DOTALL)
     kept = nbformat.reads(ImageNotebook().from_notebook_node(notebook)[0], 4)
     assert [cell.source for cell in kept.cells[1:]] == ["figure"]
 

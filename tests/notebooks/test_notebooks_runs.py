@@ -105,7 +105,8 @@ def test_the_curse_of_depth_says_what_became_of_its_claims(curse):
     # These runs do not gain from depth; LNS did not learn there at all.
     assert rows_of(gain, scheme="BHyT")["difference"].tolist() == ["+0.000"]
     assert float(rows_of(gain, scheme="LNS")["difference"].iloc[0]) < -1
-    assert rows_of(losses, scheme="BHyT")["4"].tolist() == ["4.500"] and any("not learned" in cell for cell in losses["4"])
+    assert rows_of(losses, scheme="BHyT")["4"].tolist() == ["4.500"]
+    assert any("not learned" in cell for cell in losses["4"])
     cells = {cell for table in printed for cell in table.to_numpy().ravel()}
     assert {"24.71", "1410", "44.86", "27.4"} <= cells, "BHyT's Tables 1 to 3, The Curse of Depth's Table 1"
     assert "1,000 blocks" in far
@@ -193,7 +194,8 @@ def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path
     skipped, angle, jacobian, lens, updates = figures_in(notebook)
     costs = lines_of(skipped)
     assert set(costs) == set(SCHEMES)
-    assert costs["lns"] == pytest.approx([np.mean([skip_cost("lns", l, seed) for seed in range(3)]) for l in range(1, 5)])
+    expected = [np.mean([skip_cost("lns", layer, seed) for seed in range(3)]) for layer in range(1, 5)]
+    assert costs["lns"] == pytest.approx(expected)
     assert lines_of(jacobian)["bhyt"] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
     assert lines_of(lens)["bhyt"] == pytest.approx([4, 3, 2, 1, 0])
     assert all(trace["z"][0] == pytest.approx([0.1, 0.2, 0.3, 0.4]) for trace in angle["data"])
