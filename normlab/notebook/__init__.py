@@ -23,7 +23,6 @@ from normlab.release import shipped
 
 if TYPE_CHECKING:
     import pandas as pd
-    from IPython.display import HTML
 
     from normlab.training.grids import Preset
 
@@ -96,14 +95,20 @@ def folder(path: str | Path) -> Path:
     return shipped(path.name) if path.parent == SHIPPED and not path.exists() else path
 
 
-def folded(summary: str, *tables: pd.DataFrame) -> HTML:
+class Html(str):
+    """Text that a notebook shows as HTML."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
+def folded(summary: str, *tables: pd.DataFrame) -> Html:
     """Tables below a line that opens them. An index without names of its own is left out, and so are missing values.
 
     Args:
         summary: the line.
     """
     import pandas as pd
-    from IPython.display import HTML
 
     def page(table: pd.DataFrame) -> str:
         return table.to_html(
@@ -114,7 +119,7 @@ def folded(summary: str, *tables: pd.DataFrame) -> HTML:
             sparsify=False,
         )
 
-    return HTML(f"<details><summary>{escape(summary)}</summary>{''.join(map(page, tables))}</details>")
+    return Html(f"<details><summary>{escape(summary)}</summary>{''.join(map(page, tables))}</details>")
 
 
 def time_kernels() -> Path:

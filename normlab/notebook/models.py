@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from normlab.models.pretrained import find_model, load_held_out, load_model
 from normlab.notebook import train_small
 from normlab.probes import record, sites
+from normlab.schemes import BASELINE
 
 _RECIPE: dict[str, Any] = dict(
     depth=6, steps=200, width=64, batch_size=4, block_length=64, vocab_size=512, lr=5e-3, eval_blocks=32
@@ -42,7 +43,7 @@ def small_llama() -> Subject:
     """
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    kept = find_model("pre_rmsnorm") or train_small("pre_rmsnorm", **_RECIPE)
+    kept = find_model(BASELINE) or train_small(BASELINE, **_RECIPE)
     ours = load_model(kept)
     model = LlamaForCausalLM(LlamaConfig.from_dict(ours.config.to_dict())).eval()
     model.load_state_dict(ours.state_dict())

@@ -15,13 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Self
+from typing import Any, Self
 
 import nbformat
-from jupyter_client.manager import AsyncKernelManager
-from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbclient.util import run_sync
 from nbformat import NotebookNode
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
@@ -48,13 +47,13 @@ class Kernel:
 
     def __init__(self, **environment: str) -> None:
         self._environment = os.environ | environment
-        self._manager = AsyncKernelManager(kernel_name="python3")
+        self._manager: Any = None  # of nbclient's first client
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._manager.has_kernel:
+        if self._manager is not None:
             run_sync(self._manager.shutdown_kernel)(now=True)
 
     def execute(self, notebook: NotebookNode, folder: str | Path) -> None:
@@ -66,9 +65,9 @@ class Kernel:
         notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\nimport os\nos.chdir({str(folder)!r})\ndel os"))
         client = NotebookClient(notebook, km=self._manager, extra_arguments=["--log-level=ERROR"])
         try:
-            client.execute(env=self._environment)
+            client.execute(env=self._environment, cleanup_kc=False)
         except DeadKernelError:
-            self._manager = AsyncKernelManager(kernel_name="python3")
+            client.km = None
             raise
         except CellExecutionError as error:
             if error.ename != MissingPackage.__name__:
@@ -76,6 +75,7 @@ class Kernel:
             ran = [number for number, cell in enumerate(notebook.cells) if cell.get("outputs")]
             del notebook.cells[ran[-1] + 1 :]
         finally:
+            self._manager = client.km
             del notebook.cells[0]
 
 

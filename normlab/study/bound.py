@@ -14,6 +14,7 @@ from torch import Tensor
 from normlab.analysis.theory import chebyshev_bound
 from normlab.models import NormlabForCausalLM
 from normlab.probes import record
+from normlab.schemes import DEFAULT
 from normlab.widgets.change import Change, ask
 
 KAPPAS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0)
@@ -82,6 +83,6 @@ def limits(shares: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
 def speeds(bench: str | Path, published: pd.DataFrame) -> list[pd.DataFrame]:
     """BHyT's training step over Pre-LN's, as `normlab bench` timed it, and what the paper says of speed, in percent."""
     timed = pd.read_csv(Path(bench) / "training_cpu.csv")
-    own = timed[timed["what"].str.contains("bhyt")][["what", "ratio", "low", "high", "pairs"]]
+    own = timed[timed["what"].str.startswith(DEFAULT)][["what", "ratio", "low", "high", "pairs"]]
     said = published[published["metric"].str.contains("speed_gain")][["paper", "where", "metric", "value", "note"]]
     return [own.reset_index(drop=True), said.reset_index(drop=True)]

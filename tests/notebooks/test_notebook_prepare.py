@@ -84,7 +84,7 @@ def test_another_way_to_recompute_takes_the_place_of_training(tmp_path):
 
 def test_folded_tables_stand_below_their_line_without_numbers_of_rows_and_missing_values():
     plain = pd.DataFrame({"a": [1.23456, float("nan")], "b": ["<x>", ""]})
-    page = folded("What & why", plain, plain.set_index("b")).data
+    page = folded("What & why", plain, plain.set_index("b"))._repr_html_()
     assert page.startswith("<details><summary>What &amp; why</summary><table") and page.count("<table") == 2
     assert "1.235" in page and "nan" not in page.lower() and "&lt;x&gt;" in page and "<th>0</th>" not in page
 
