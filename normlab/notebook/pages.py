@@ -72,11 +72,14 @@ class Kernel:
         except CellExecutionError as error:
             if error.ename != MissingPackage.__name__:
                 raise
-            ran = [number for number, cell in enumerate(notebook.cells) if cell.get("outputs")]
-            del notebook.cells[ran[-1] + 1 :]
+            del notebook.cells[1 + next(number for number, cell in enumerate(notebook.cells) if _failed(cell)) :]
         finally:
             self._manager = client.km
             del notebook.cells[0]
+
+
+def _failed(cell: NotebookNode) -> bool:
+    return any(output.output_type == "error" for output in cell.get("outputs", ()))
 
 
 def write_pages(
