@@ -3,7 +3,6 @@
 learned       which runs are below the n-gram baselines
 losses        held-out losses, a row per scheme and a column per depth, to look at
 extremes      the schemes with the largest and the smallest value after the last block; `apart`: in a sentence
-against       one scheme against several others, before and after training
 growth        how many times larger the stream is after the last block than after the first
 depth_gain    how much more blocks lower the loss
 depth_use     how much skipping a deep block costs
@@ -32,12 +31,10 @@ from normlab.analysis.selection import (
     has_learned,
     in_order,
     of_one_setting,
-    summarize,
     title_of,
 )
 from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, differences, in_words, judged, means
 from normlab.errors import NormlabError
-from normlab.probes.metrics import metric_row
 
 MOMENTS = (("before training", 0), ("after training", None))
 HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
@@ -119,32 +116,6 @@ def apart(runs: pd.DataFrame) -> str:
     depth, rate = found.loc[found.index[0], ["depth", "learning_rate"]]
     times = [f"{row.factor:.1f} {row.when} ({row.largest}, {row.smallest})" for row in found.itertuples()]
     return f"The largest stream after the last of {depth} blocks over the smallest: {', '.join(times)}; {rate}."
-
-
-def against(
-    runs: pd.DataFrame,
-    scheme: str,
-    others: Sequence[str],
-    metric: str = SIZE,
-    *,
-    depth: int | None = None,
-) -> pd.DataFrame:
-    """`scheme` against each of the others by `normlab.compare`, judged as one family. Rows without a pair are left out.
-
-    Returns:
-        The rows of `normlab.compare` with a column `when`: layers' values before and after training, losses after it.
-    """
-    there = set(summarize(runs)["scheme"])
-    moments = MOMENTS[1:] if metric_row(metric).default_site == "model" else MOMENTS
-    found = [
-        compare(runs, scheme, other, metric, depth=depth, step=step).assign(when=when)
-        for other in others
-        for when, step in moments
-        if {scheme, other} <= there
-    ]
-    rows = pd.concat(found, ignore_index=True) if found else pd.DataFrame({"seeds": []})
-    rows = rows[rows["seeds"] > 0].reset_index(drop=True)
-    return judged(rows) if len(rows) else pd.DataFrame()
 
 
 def growth(runs: pd.DataFrame) -> pd.DataFrame:
@@ -378,8 +349,6 @@ def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
     table = pd.DataFrame({"depth": rows["depth"], "scheme": [title_of(name) for name in rows["a"]]})
     if "b" in rows:
         table["against"] = [title_of(name) for name in rows["b"]]
-    if "when" in rows:
-        table["when"] = rows["when"]
     table["ratio" if not sign else "difference"] = [number(value) for value in rows["estimate"]]
     ends = [f"[{number(row.low)},\N{NO-BREAK SPACE}{number(row.high)}]" for row in rows.itertuples()]
     table["95% interval"] = ["none" if math.isnan(low) else text for low, text in zip(rows["low"], ends, strict=True)]

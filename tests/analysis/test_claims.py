@@ -7,7 +7,6 @@ from figures_helpers import MEAN_OF_SEEDS, activation, one_run, table
 from scipy import stats
 
 from normlab.analysis import claims
-from normlab.analysis.compare import compare
 from normlab.analysis.selection import deepest
 from normlab.errors import NormlabError
 from normlab.study.rates import by_tokens
@@ -212,20 +211,6 @@ def test_the_extremes_are_the_geometric_means_of_the_last_layer():
     said = claims.apart(table(SCHEMES, depths=(2, 4)))
     assert "after the last of 4 blocks" in said
     assert all(f"{row.factor:.1f} {row.when} ({row.largest}, {row.smallest})" in said for row in deep.itertuples())
-
-
-def test_a_scheme_beside_others_is_compared_before_and_after_and_judged_as_one_family():
-    runs = table(SCHEMES, depths=(4,))
-    found = claims.against(runs, "bhyt", ["pre_rmsnorm", "dyt", "lns"])
-    assert found[["b", "when"]].to_numpy().tolist() == [
-        ["pre_rmsnorm", "before training"], ["pre_rmsnorm", "after training"],
-        ["lns", "before training"], ["lns", "after training"],
-    ]  # fmt: skip
-    single = compare(runs, "bhyt", "lns", "token_l2_mean", depth=4)
-    assert found["estimate"].iloc[3] == pytest.approx(single["estimate"].iloc[0])
-    assert found["p_holm"].iloc[3] >= single["p_holm"].iloc[0] and (found["p_holm"] >= found["p"]).all()
-    assert list(claims.against(runs, "bhyt", ["lns"], "loss")["when"]) == ["after training"]
-    assert claims.against(runs, "dyt", ["lns"]).empty
 
 
 def test_claims_hold_do_not_hold_or_cannot_be_decided(losses):
