@@ -25,6 +25,13 @@ class NormlabError(ValueError):
     """Bad input: one line that says what is wrong and what to do. Commands print it and exit with code 2."""
 
 
+class MissingPackage(NormlabError):
+    """A package of an extra that is not installed. A notebook shows its one line, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, to quote in ours; its type if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

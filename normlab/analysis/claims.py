@@ -3,10 +3,10 @@
 learned       which runs are below the n-gram baselines
 losses        held-out losses, a row per scheme and a column per depth, to look at
 extremes      the schemes with the largest and the smallest value after the last block; `apart`: in a sentence
-against       one scheme against several others, before and after training
 growth        how many times larger the stream is after the last block than after the first
 depth_gain    how much more blocks lower the loss
 depth_use     how much skipping a deep block costs
+tested        claims on schemes, each a quantity and a direction, and what the runs say of it; `sentence`: in words
 shown         rows of these or of `normlab.compare` as a table to look at
 
 Intervals and verdicts are those of `normlab.analysis.verdicts`.
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import compare
-from normlab.analysis.quantities import DEEP, SIZE, last_values, values_of
+from normlab.analysis.quantities import DEEP, SIZE, last_values, quantity_row, values_of
 from normlab.analysis.selection import (
     choose,
     deepest,
@@ -30,14 +31,13 @@ from normlab.analysis.selection import (
     has_learned,
     in_order,
     of_one_setting,
-    summarize,
     title_of,
 )
-from normlab.analysis.verdicts import differences, in_words, judged, means
+from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, differences, in_words, judged, means
 from normlab.errors import NormlabError
-from normlab.probes.metrics import metric_row
 
 MOMENTS = (("before training", 0), ("after training", None))
+HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
 
 
 def learned(runs: pd.DataFrame) -> pd.DataFrame:
@@ -116,32 +116,6 @@ def apart(runs: pd.DataFrame) -> str:
     depth, rate = found.loc[found.index[0], ["depth", "learning_rate"]]
     times = [f"{row.factor:.1f} {row.when} ({row.largest}, {row.smallest})" for row in found.itertuples()]
     return f"The largest stream after the last of {depth} blocks over the smallest: {', '.join(times)}; {rate}."
-
-
-def against(
-    runs: pd.DataFrame,
-    scheme: str,
-    others: Sequence[str],
-    metric: str = SIZE,
-    *,
-    depth: int | None = None,
-) -> pd.DataFrame:
-    """`scheme` against each of the others by `normlab.compare`, judged as one family. Rows without a pair are left out.
-
-    Returns:
-        The rows of `normlab.compare` with a column `when`: layers' values before and after training, losses after it.
-    """
-    there = set(summarize(runs)["scheme"])
-    moments = MOMENTS[1:] if metric_row(metric).default_site == "model" else MOMENTS
-    found = [
-        compare(runs, scheme, other, metric, depth=depth, step=step).assign(when=when)
-        for other in others
-        for when, step in moments
-        if {scheme, other} <= there
-    ]
-    rows = pd.concat(found, ignore_index=True) if found else pd.DataFrame({"seeds": []})
-    rows = rows[rows["seeds"] > 0].reset_index(drop=True)
-    return judged(rows) if len(rows) else pd.DataFrame()
 
 
 def growth(runs: pd.DataFrame) -> pd.DataFrame:
@@ -262,6 +236,102 @@ def depth_use(
     return judged(means(table, "skip_delta_loss")).merge(shares, on="a")
 
 
+class Claim(NamedTuple):
+    """What is claimed of scheme `a`, in words and as a test: its `quantity` is below or above that of `b`, or alike.
+
+    Without `b` it is below or above no effect: 1 for ratios, 0 for differences.
+    """
+
+    says: str
+    a: str
+    b: str | None
+    quantity: str
+    direction: Literal["below", "above", "alike"]
+
+
+def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None) -> pd.DataFrame:
+    """What the runs of one depth say of claims, judged as one family.
+
+    Args:
+        runs: the table of `normlab.load_runs`.
+        depth: default the deepest at which three schemes were run.
+
+    Returns:
+        One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
+        rates of `a` and `b`. `ours` is the difference, or the ratio of sizes, with its 95% interval. `says` is "holds",
+        "does not hold", "undecided", "not run", "one seed: ...", or why nothing can be said.
+    """
+    depth = deepest(runs) if depth is None else depth
+    found = [_measured(runs, claim, depth) for claim in asked]
+    table = judged(pd.concat(found, ignore_index=True))
+    rows = {
+        claim.says: {
+            "rates": row.rates,
+            "ours": _with_interval(row),
+            "seeds": row.seeds,
+            "says": row.why or _outcome(row, claim.direction),
+        }
+        for claim, row in zip(asked, table.itertuples(), strict=True)
+    }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(f"at {depth} blocks")
+
+
+def sentence(table: pd.DataFrame) -> str:
+    """`tested` in words: its first row that was run, and how many claims hold."""
+    ran = table[table["says"] != NOT_RUN]
+    first = (table if ran.empty else ran).iloc[0]
+    place = f", {table.index.name}"
+    of = f" ({first['ours']}{place}, rate {first['rates']})" if first["ours"] else place
+    holds, fails = (int(table["says"].eq(word).sum()) for word in (HOLDS, FAILS))
+    return (
+        f"{first.name}: {first['says']}{of}. Of {len(table)} claims {holds} hold{'s' * (holds == 1)}, {fails} "
+        f"do{'es' * (fails == 1)} not, and {len(table) - holds - fails} cannot be decided here."
+    )
+
+
+def _measured(runs: pd.DataFrame, claim: Claim, depth: int) -> pd.DataFrame:
+    """One row of `compare` or `means` for a claim, with `rates`, and `why` there are no numbers."""
+    nothing = {"metric": claim.quantity, "kind": quantity_row(claim.quantity).compared, "seeds": 0, "rates": ""}
+    nothing |= dict.fromkeys(("estimate", "low", "high", "p"), math.nan)
+    if not {claim.a, claim.b or claim.a} <= set(runs.loc[runs["depth"] == depth, "scheme"]):
+        return pd.DataFrame([nothing | {"why": NOT_RUN}])
+    try:
+        if claim.b is None:
+            values = values_of(choose(runs, depth, same_rate=True), claim.quantity)
+            rows = means(values, claim.quantity).query("a == @claim.a")
+            rates = values.loc[values["scheme"] == claim.a, "lr"].unique()
+        else:
+            rows = compare(runs, claim.a, claim.b, claim.quantity, depth=depth)
+            rates = rows[["lr_a", "lr_b"]].to_numpy(float).ravel()
+    except NormlabError as error:
+        return pd.DataFrame([nothing | {"why": str(error)}])
+    return rows.assign(rates=" and ".join(f"{rate:g}" for rate in dict.fromkeys(rates)), why="")
+
+
+def _outcome(row: Any, direction: str) -> str:
+    """What a row of `judged` says of a claim with this direction."""
+    if not math.isfinite(row.estimate):
+        return "a run diverged"
+    none = 1 if row.kind == "ratio" else 0
+    as_said = direction == ("below" if row.estimate < none else "above")
+    if math.isnan(row.low):
+        return "one seed: no interval" if direction == "alike" else f"one seed: {'' if as_said else 'not '}as claimed"
+    if row.verdict == UNDECIDED:
+        return UNDECIDED
+    if direction == "alike":
+        return HOLDS if row.verdict == EQUIVALENT else FAILS
+    return HOLDS if row.verdict == DIFFERENT and as_said else FAILS
+
+
+def _with_interval(row: Any) -> str:
+    """"x 0.30 [0.29, 0.31]" for a ratio, "+0.10 [+0.06, +0.13]" for a difference; nothing without a number."""
+    if not math.isfinite(row.estimate):
+        return ""
+    form = "{:.2f}" if row.kind == "ratio" else "{:+.3f}"
+    ends = "" if math.isnan(row.low) else f" [{form.format(row.low)},\N{NO-BREAK SPACE}{form.format(row.high)}]"
+    return ("x " if row.kind == "ratio" else "") + form.format(row.estimate) + ends
+
+
 def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
     """A table of verdicts to look at: schemes by their titles, estimate and interval as text, verdicts in words.
 
@@ -279,8 +349,6 @@ def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
     table = pd.DataFrame({"depth": rows["depth"], "scheme": [title_of(name) for name in rows["a"]]})
     if "b" in rows:
         table["against"] = [title_of(name) for name in rows["b"]]
-    if "when" in rows:
-        table["when"] = rows["when"]
     table["ratio" if not sign else "difference"] = [number(value) for value in rows["estimate"]]
     ends = [f"[{number(row.low)},\N{NO-BREAK SPACE}{number(row.high)}]" for row in rows.itertuples()]
     table["95% interval"] = ["none" if math.isnan(low) else text for low, text in zip(rows["low"], ends, strict=True)]

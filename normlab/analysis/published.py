@@ -35,6 +35,7 @@ COLUMNS = {
 # Quantity that papers and runs both have -> the metric of a run.
 QUANTITIES = {"perplexity": "loss", "token_l2_mean": "token_l2_mean", "feature_var_mean": "feature_var_mean"}
 HERE = "here"
+PRINTED = ("train_loss", "eval_loss", "perplexity", "perplexity_finetuned", "accuracy_mean", "accuracy_mean_finetuned")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # A checkout keeps the files in data/paper; a wheel carries the same files inside the package.
@@ -64,6 +65,17 @@ def load_published(path: str | Path | None = None) -> pd.DataFrame:
         raise NormlabError(f"no CSV file in {folder}: pass the path of a checkout's data/paper folder")
     tables = [_read(file) for file in files]
     return pd.concat(tables, ignore_index=True)
+
+
+def printed(published: pd.DataFrame) -> list[pd.DataFrame]:
+    """The papers' losses, perplexities and accuracies, a table per paper: a row per model, a column per method."""
+    rows = published[published["metric"].isin(PRINTED)].fillna({"note": ""})
+    place = ["where", "model", "metric", "note"]
+    wide = {
+        paper: own.pivot_table(index=place, columns="method", values="value", sort=False)
+        for paper, own in rows.groupby("paper", sort=False)
+    }
+    return [table.rename_axis(columns=paper) for paper, table in wide.items()]
 
 
 def ratios_to(base: str, runs: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:

@@ -108,20 +108,26 @@ def _growth_from(first: int) -> Values:
 
 def _skip_cost(which: Callable[[pd.Series, pd.Series], pd.Series], over: str) -> Values:
     def cost(chosen: Selection, step: int | None) -> pd.DataFrame:
-        rows = experiments_of(_experiments(chosen), "skip_delta_loss", "block")
+        rows = experiments_of(experiments(chosen), "skip_delta_loss", "block")
         rows = rows[which(rows["layer"].astype(int), rows["depth"])]
         return _by_run(chosen, rows.groupby("run", observed=True)["value"].agg(over))
 
     return cost
 
 
-def _experiments(chosen: Selection) -> pd.DataFrame:
+def experiments(chosen: Selection) -> pd.DataFrame:
+    """The rows of `normlab.load_experiments` that are of the chosen runs.
+
+    Raises:
+        NormlabError: the table does not say where its runs are, or none of them was measured after training.
+    """
     if SOURCE not in chosen.table.attrs:
         raise NormlabError(
             "this is of experiments after training, and the table does not say where its runs are: give the table of "
             "normlab.load_runs"
         )
-    return load_experiments(chosen.table.attrs[SOURCE])
+    table = load_experiments(chosen.table.attrs[SOURCE])
+    return table[table["run"].isin(chosen.runs.index)]
 
 
 def _uniform_attentions(chosen: Selection, step: int | None) -> pd.DataFrame:

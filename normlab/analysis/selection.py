@@ -107,6 +107,20 @@ def seeds_in_words(counts: pd.Series) -> str:
     return "1 seed" if high == 1 else f"{high} seeds"
 
 
+def at_rate(runs: pd.DataFrame, rate: float | None) -> pd.DataFrame:
+    """The runs of one learning rate; None: all runs, of which every figure chooses its own and says how.
+
+    Raises:
+        NormlabError: no run has that rate.
+    """
+    if rate is None:
+        return runs
+    found = runs[np.isclose(runs["lr"], rate)]
+    if found.empty:
+        raise NormlabError(f"no run at learning rate {rate:g}; there are {_listed(sorted(runs['lr'].unique()))}")
+    return found
+
+
 def mean_of(values: pd.Series, metric: str) -> float:
     """The mean of a metric's values: geometric for positive sizes, NaN for none."""
     numbers = values.to_numpy(float)

@@ -10,7 +10,7 @@ registry, theme   every figure by name, and how to add one; colours, light and d
 training, growth, depth, layers, published, settings   of runs
 profile           one training step, all schemes in one panel: the explorer's figure
 one_model, report   of one model and of recordings
-kernels           of the kernels' times and builds
+kernels           of the kernels' times
 METRICS           label, unit and definition of every metric
 """
 
@@ -26,7 +26,7 @@ except ImportError as error:  # pragma: no cover - needs an environment without 
 
 from normlab.figures.depth import depth_scaling, trains_at_depth
 from normlab.figures.growth import growth_before_after, layer_growth
-from normlab.figures.kernels import call_times, copy_share, one_call, registers_by_width
+from normlab.figures.kernels import copy_share
 from normlab.figures.layers import by_layer, by_pair
 from normlab.figures.one_model import logit_attribution, shares_and_effects
 from normlab.figures.profile import profile
@@ -45,7 +45,6 @@ __all__ = [
     "by_layer",
     "by_pair",
     "by_setting",
-    "call_times",
     "copy_share",
     "depth_scaling",
     "draw_all",
@@ -55,11 +54,9 @@ __all__ = [
     "logit_attribution",
     "loss_curves",
     "message_figure",
-    "one_call",
     "profile",
     "published_ratios",
     "register",
-    "registers_by_width",
     "saturation",
     "shares_and_effects",
     "themed",

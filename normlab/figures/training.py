@@ -22,6 +22,7 @@ from normlab.figures.draw import (
     label_room,
     label_trace,
     least_and_most,
+    note,
     selected,
     value_axis,
 )
@@ -204,6 +205,8 @@ def training_progress(runs: Mapping[str, Progress], metric: str, site: str, dept
     _fit(figure, 1, [*drawn, *levels.values()], labels)
     profiles = [value for run in runs.values() for _, value in (*run.first, *run.last)]
     _fit(figure, 2, profiles, [*_line_ends({name: run.last for name, run in runs.items()})])
+    if not measured:
+        note(figure, "begins with start")
     figure.update_xaxes(title_text="training step", range=reach, col=1)
     figure.update_xaxes(title_text="layer", range=[0, depth], dtick=max(1, round(depth / 8)), col=2)
     figure.update_yaxes(title_text=LOSS.axis, col=1)

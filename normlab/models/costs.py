@@ -1,10 +1,7 @@
-"""The cost of what each scheme adds to Llama, counted, and the speed of generation, measured."""
+"""The cost of what each scheme adds to Llama, counted."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +16,6 @@ from normlab.schemes import PARTS, SCHEMES, Scheme, get_scheme
 if TYPE_CHECKING:
     import pandas
 
-GENERATION_ROUNDS = 6
 BYTES = 2  # of a number in bfloat16
 HEAD = 32  # width of a head, and step of the MLP's width, as training builds models
 LLAMAS = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")  # names of Llama's matrices
@@ -117,34 +113,3 @@ def _at_ends(config: NormlabConfig) -> list[tuple[int, Cost]]:
         (ends.logit_scale or ends.logit_factor is not None, config.vocab_size, SCALE),
     )
     return [(channels, cost) for is_there, channels, cost in parts if is_there]
-
-
-def generation_speed(models: Mapping[str, Any], prompt: torch.Tensor, new_tokens: int = 24) -> pandas.DataFrame:
-    """Tokens per second in greedy decoding with a KV cache, and the speed over the first model's.
-
-    The models take turns, so that a machine that slows down slows all. A first round warms up and does not count.
-
-    Args:
-        models: by name, in evaluation mode; the first is the base.
-        prompt: (rows, tokens) ids.
-
-    Returns:
-        One row per model: `model tokens_per_second speedup slowest fastest`. speedup is the median over rounds of the
-        base's time over the model's; slowest and fastest are the extreme rounds.
-    """
-    import pandas
-
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(1 + GENERATION_ROUNDS):
-        for name, model in models.items():
-            started = time.perf_counter()
-            with torch.no_grad():
-                model.generate(prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
-            seconds[name].append(time.perf_counter() - started)
-    base = next(iter(seconds.values()))[1:]
-    rows = []
-    for name, (_, *times) in seconds.items():
-        ratios = [first / mine for first, mine in zip(base, times, strict=True)]
-        speed = len(prompt) * new_tokens / statistics.median(times)
-        rows.append((name, speed, statistics.median(ratios), min(ratios), max(ratios)))
-    return pandas.DataFrame(rows, columns=["model", "tokens_per_second", "speedup", "slowest", "fastest"])

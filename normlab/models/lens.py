@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from normlab.errors import NormlabError
+from normlab.errors import MissingPackage, NormlabError
 from normlab.models.block import is_llama_but_for_norms
 from normlab.norms import Norm
 from normlab.norms.base import mean_square as exact_mean_square
@@ -30,7 +30,7 @@ try:
     from transformer_lens.model_bridge.sources import build_bridge_from_module
     from transformer_lens.model_bridge.supported_architectures.llama import LlamaArchitectureAdapter
 except ImportError as error:  # pragma: no cover - said in one line instead of a traceback
-    raise NormlabError("the bridge needs TransformerLens: pip install 'normlab[lens]'") from error
+    raise MissingPackage("the bridge needs TransformerLens: pip install 'normlab[lens]'") from error
 
 if TYPE_CHECKING:
     import pandas

@@ -1,6 +1,7 @@
 """The first call of every notebook, and the pages made of executed notebooks.
 
 prepare        set how tables and figures are shown; return the folder of runs to read
+folded         tables below a line that opens them
 folder         a folder of shipped data, in a checkout or downloaded
 time_kernels   time the kernels on this machine
 train_small    train a small model, where none comes with normlab
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ from normlab.errors import NormlabError
 from normlab.release import shipped
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from normlab.training.grids import Preset
 
 # Seen from notebooks/ in a checkout.
@@ -91,13 +95,40 @@ def folder(path: str | Path) -> Path:
     return shipped(path.name) if path.parent == SHIPPED and not path.exists() else path
 
 
+class Html(str):
+    """Text that a notebook shows as HTML."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
+def folded(summary: str, *tables: pd.DataFrame) -> Html:
+    """Tables below a line that opens them. An index without names of its own is left out, and so are missing values.
+
+    Args:
+        summary: the line.
+    """
+    import pandas as pd
+
+    def page(table: pd.DataFrame) -> str:
+        return table.to_html(
+            index=not isinstance(table.index, pd.RangeIndex),
+            border=0,
+            na_rep="",
+            float_format="{:.4g}".format,
+            sparsify=False,
+        )
+
+    return Html(f"<details><summary>{escape(summary)}</summary>{''.join(map(page, tables))}</details>")
+
+
 def time_kernels() -> Path:
-    """Time the row norms on this machine (on its GPU if it has one) and compile the kernels for one target.
+    """Time the row norms on this machine, on its GPU if it has one.
 
     Needs a checkout. Returns the folder of the tables, `RECOMPUTED`/bench.
 
     Raises:
-        NormlabError: there are no benchmarks, or one failed.
+        NormlabError: there are no benchmarks, or they failed.
     """
     import torch
 
@@ -105,12 +136,9 @@ def time_kernels() -> Path:
         raise NormlabError(f"no {BENCHMARKS} here: the kernels are timed from a checkout, in its folder notebooks/")
     out = RECOMPUTED / "bench"
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    timing = [str(BENCHMARKS), "--device", device, "--sections", "rows", "--out", str(out)]
-    compiling = ["-m", "normlab_kernels.ahead_of_time", "--targets", "sm_90", "--out", str(out / "aot.csv")]
-    for command in (timing, compiling):
-        status = subprocess.run([sys.executable, *command]).returncode
-        if status:
-            raise NormlabError(f"python {' '.join(command)} ended with status {status}")
+    command = [str(BENCHMARKS), "--device", device, "--sections", "rows", "--out", str(out)]
+    if status := subprocess.run([sys.executable, *command]).returncode:
+        raise NormlabError(f"python {' '.join(command)} ended with status {status}")
     return out
 
 

@@ -64,7 +64,9 @@ class StandIns(Preprocessor):
             data = output.get("data", {})
             if _WIDGET in data:
                 widget = str(data.get("text/plain", "")).partition("(")[0]
-                output["data"] = {"text/html": _live_frame(widget, cell) or _NEEDS_KERNEL}
+                frame = _live_frame(widget, cell)
+                still = {} if frame else {PLOTLY: data[PLOTLY]} if PLOTLY in data else {}
+                output["data"] = still or {"text/html": frame or _NEEDS_KERNEL}
         return cell, resources
 
 

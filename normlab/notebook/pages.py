@@ -2,7 +2,8 @@
 
     python -m normlab.notebook.pages notebooks --runs build/runs --out build
 
-One process writes all pages, because its imports take longer than a page. Only the notebooks' cells run elsewhere.
+Imports take longer than most notebooks and than any page. So one process writes all pages, and notebooks are executed
+one after another in a few kernels.
 """
 
 from __future__ import annotations
@@ -10,24 +11,75 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Self
 
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbclient.util import run_sync
+from nbformat import NotebookNode
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
 
 import normlab
-from normlab.errors import NormlabError
+from normlab.errors import MissingPackage, NormlabError
 from normlab.files import whole_file
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, NotebookPage, share_plotly
 from normlab.notebook.landing import write_index
 from normlab.release import shipped_models
 from normlab.widgets.explorer import explorer_page
 from normlab.widgets.live import live_page
+
+
+class Kernel:
+    """A kernel that executes one notebook after another, which share its imports.
+
+    No name of a notebook is left for the next. A kernel that died is replaced.
+
+    Args:
+        environment: of the kernel, beside this process's.
+    """
+
+    def __init__(self, **environment: str) -> None:
+        self._environment = os.environ | environment
+        self._manager: Any = None  # of nbclient's first client
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._manager is not None:
+            run_sync(self._manager.shutdown_kernel)(now=True)
+
+    def execute(self, notebook: NotebookNode, folder: str | Path) -> None:
+        """Execute the cells in a folder. A cell that says which package is missing is the last.
+
+        Raises:
+            CellExecutionError, DeadKernelError: of nbclient.
+        """
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\nimport os\nos.chdir({str(folder)!r})\ndel os"))
+        client = NotebookClient(notebook, km=self._manager, extra_arguments=["--log-level=ERROR"])
+        try:
+            client.execute(env=self._environment, cleanup_kc=False)
+        except DeadKernelError:
+            client.km = None
+            raise
+        except CellExecutionError as error:
+            if error.ename != MissingPackage.__name__:
+                raise
+            del notebook.cells[1 + next(number for number, cell in enumerate(notebook.cells) if _failed(cell)) :]
+        finally:
+            self._manager = client.km
+            del notebook.cells[0]
+
+
+def _failed(cell: NotebookNode) -> bool:
+    return any(output.output_type == "error" for output in cell.get("outputs", ()))
 
 
 def write_pages(
@@ -56,26 +108,32 @@ def write_pages(
     for folder in (out, executed):
         folder.mkdir(parents=True, exist_ok=True)
     table, configs = normlab.load_runs(runs), normlab.read_configs(runs)
-    share_plotly(explorer_page(table, out / EXPLORER_FILE, configs=configs, source=str(runs)))
-    if models := shipped_models():
-        live_page(models, (out / MODEL_FILE).parent)
     # Pages draw figures from their JSON, wherever the pages are made.
-    environment = os.environ | {"PLOTLY_RENDERER": "plotly_mimetype"} | ({"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
+    environment = {"PLOTLY_RENDERER": "plotly_mimetype"} | ({"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
+    kernels: SimpleQueue[Kernel] = SimpleQueue()
 
     def execute(notebook: Path) -> Path:
         done = executed / notebook.name
         if not (keep and done.exists() and done.stat().st_mtime > notebook.stat().st_mtime):
             cells = parameterize_notebook(load_notebook_node(str(notebook)), {"RUNS": str(runs)})
-            where = {"metadata": {"path": str(notebook.parent)}}
-            NotebookClient(cells, resources=where, extra_arguments=["--log-level=ERROR"]).execute(env=environment)
+            kernel = kernels.get()
+            try:
+                kernel.execute(cells, notebook.parent.resolve())
+            finally:
+                kernels.put(kernel)
             with whole_file(done) as staged:
                 nbformat.write(cells, staged)
         return done
 
     shown: list[Path] = []
     failed: dict[Path, str] = {}
-    with ThreadPoolExecutor(jobs) as pool:
-        tasks = {pool.submit(execute, notebook): notebook for notebook in found}
+    with ExitStack() as running, ThreadPoolExecutor(jobs) as pool:
+        for _ in range(jobs):
+            kernels.put(running.enter_context(Kernel(**environment)))
+        tasks: dict[Future[Path], Path] = {pool.submit(execute, notebook): notebook for notebook in found}
+        share_plotly(explorer_page(table, out / EXPLORER_FILE, configs=configs, source=str(runs)))
+        if models := shipped_models():
+            live_page(models, (out / MODEL_FILE).parent)
         for task in tqdm(as_completed(tasks), total=len(tasks), desc="notebooks", unit="notebook"):
             notebook = tasks[task]
             written = out / f"{notebook.stem}.html"

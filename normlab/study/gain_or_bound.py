@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 
 from normlab.analysis.claims import shown
 from normlab.analysis.compare import compare_variants
+from normlab.analysis.selection import title_of
+from normlab.analysis.verdicts import DIFFERENT
 from normlab.probes.metrics import metric_row
 
 FIELDS = ["width", "outlier_channels", "gamma0", "g"]  # in which conditions differ
@@ -29,6 +32,18 @@ def with_gain(configs: pd.DataFrame, kappa: float) -> pd.DataFrame:
     """`normlab.load_configs` with a column `g` = lam_input / kappa; `kappa` is that of runs that do not set it."""
     own = configs["kappa"].fillna(kappa) if "kappa" in configs else kappa
     return configs.assign(g=configs["lam_input"] / own)
+
+
+def reach(g: float, widths: Sequence[int]) -> pd.DataFrame:
+    """How far into the tanh a model of each width can drive an input z = g x/rms(x): |z| is at most g sqrt(width).
+
+    Returns:
+        Columns `width largest_z tanh_z bends`; `bends` is tanh z / z, 1 where the tanh does nothing.
+    """
+    table = pd.DataFrame({"width": list(widths)})
+    table["largest_z"] = g * np.sqrt(table["width"])
+    table["tanh_z"] = np.tanh(table["largest_z"])
+    return table.assign(bends=table["tanh_z"] / table["largest_z"])
 
 
 def base_of(configs: pd.DataFrame) -> tuple[int, float]:
@@ -100,6 +115,16 @@ def conditions(grid: pd.DataFrame, configs: pd.DataFrame, a: str, b: str, metric
     place = found.apply(group, axis=1)
     found = found.assign(place=place, group=[GROUPS[at] for at in place], condition=found.apply(name, axis=1))
     return found.sort_values(["place", "g"], kind="stable", ignore_index=True).drop(columns="place")
+
+
+def found(tables: Sequence[pd.DataFrame]) -> str:
+    """In a sentence: under how many conditions the two schemes differ, in each of the tables of `conditions`."""
+    counts = [
+        f"in {metric_row(rows['metric'].iloc[0]).label} under {rows['verdict'].eq(DIFFERENT).sum()} of {len(rows)}"
+        for rows in tables
+    ]
+    a, b = (title_of(tables[0][side].iloc[0]) for side in ("a", "b"))
+    return f"{a} differs from {b} {' and '.join(counts)} conditions of the grid."
 
 
 def verdicts(found: Sequence[pd.DataFrame]) -> pd.DataFrame:

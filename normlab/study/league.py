@@ -16,7 +16,7 @@ import pandas as pd
 
 from normlab.analysis.quantities import last_values, values_of
 from normlab.analysis.selection import Selection, experiments_of, in_order, one_precision, summarize, title_of
-from normlab.analysis.verdicts import differences, judged, means
+from normlab.analysis.verdicts import DIFFERENT, differences, judged, means
 from normlab.errors import NormlabError
 from normlab.runs import COLUMNS, DIVERGED, find_runs, load_experiments, load_runs
 from normlab.schemes import BASELINE, SCHEMES
@@ -73,7 +73,7 @@ def load(folders: Iterable[str | Path]) -> League:
         experiments = load_experiments([place for place in places if _is_there(place)])
     except NormlabError:  # none was measured so
         return League(finals, search, None, steps)
-    return League(finals, search, experiments[experiments["run"].isin(finals["run"])], steps)
+    return League(finals, search, experiments[experiments["run"].isin(finals["run"].unique())], steps)
 
 
 def require_folders(folders: Iterable[str | Path]) -> list[str | Path]:
@@ -326,6 +326,19 @@ def _ours(scheme: pd.Series, base: pd.Series) -> str:
         return _interval(scheme["minus"], scheme["minus_low"], scheme["minus_high"], "+")
     gap = _number(scheme["search_loss"] - base["search_loss"], "+")
     return f"{gap} (search)" if gap else ""
+
+
+def found(table: pd.DataFrame) -> str:
+    """In a sentence: how many schemes with final runs are better than Pre-LN, and whether Pre-LN may be the best."""
+    compared = table[table["p"].notna()].set_index("scheme")
+    below = compared["verdict"].eq(DIFFERENT) & (compared["minus"] < 0)
+    if BASELINE not in compared.index:
+        return f"Nothing is compared with {title_of(BASELINE)}, which has too few final runs."
+    return (
+        f"{below.sum()} of {len(compared) - 1} schemes with final runs are better than {title_of(BASELINE)}, which "
+        f"itself {'is' if not compared.loc[BASELINE, 'in_set'] else 'may be'} "
+        f"{compared.loc[BASELINE, 'says'].removeprefix('may be ')}."
+    )
 
 
 def printed(table: pd.DataFrame) -> str:

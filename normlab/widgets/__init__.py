@@ -5,7 +5,6 @@ NormExplorer(runs)   choose schemes, depth, metric and training step; two views 
 Intervene(model, text)   sliders on a model's lambda, kappa and gamma, blocks to skip: loss and layers answer live
 SkipMap(model, batches)   which blocks a model needs, and what the others do without one
 LogitAttribution(bridge, tokens, answers)   who writes a logit, while a tanh is made steeper (TransformerLens)
-KernelTimes(times)   a kernel's call, shape and pass: what it must move, how long it takes, and its floor
 TrainTheatre(schemes, out, recipe)   schemes train side by side in the background; curves and layers grow
 Change(kappa=0.5, layers={3: {"block": 0}})   a change to a model by layer; `with changed(model, change):` makes it
 PlotWidget(draw, controls)   a widget of your own: `draw(theme)` makes the figure of what the controls say
@@ -31,7 +30,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "change": ["Change", "changed"],
         "explorer": ["NormExplorer", "explorer_page"],
         "intervene": ["Intervene"],
-        "kernels": ["KernelTimes"],
         "live": ["live_page"],
         "live_training": ["TrainTheatre"],
         "plot": ["PlotWidget"],

@@ -18,6 +18,7 @@ from typing import Any
 import anywidget
 import ipywidgets as widgets
 import plotly.graph_objects as go
+import plotly.io as pio
 import traitlets
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
@@ -58,6 +59,20 @@ def plotly_text() -> traitlets.Unicode:
     return traitlets.Unicode(get_plotlyjs()).tag(sync=True)
 
 
+_AS_DATA = {"plotly_mimetype", "png"}
+
+
+def still(figure: go.Figure) -> dict[str, Any]:
+    """A widget's drawing beside the widget, for notebooks that become pages: by MIME type.
+
+    Empty where plotly shows figures to a reader, who has the widget.
+    """
+    names = pio.renderers.default.split("+")
+    if not _AS_DATA.issuperset(names):
+        return {}
+    return {kind: data for name in names for kind, data in pio.renderers[name].to_mimebundle(figure.to_dict()).items()}
+
+
 class PageWidget(anywidget.AnyWidget):
     """A page in a notebook: its state is the widget's traits, and the kernel answers what it asks."""
 
@@ -74,6 +89,10 @@ class PageWidget(anywidget.AnyWidget):
     def static(self) -> go.Figure:
         """The same as `figure`."""
         return self.figure
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        data, *metadata = super()._repr_mimebundle_(**kwargs) or ({},)
+        return (data | still(self.static()), *metadata)
 
     def _reply(self, _: object, asked: dict[str, Any], __: object) -> None:
         try:
@@ -154,3 +173,6 @@ class PlotWidget(widgets.VBox):
     def static(self) -> go.Figure:
         """The present drawing as a plain figure, for pages without a kernel."""
         return self.figure
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        return super()._repr_mimebundle_(**kwargs) | still(self.static())

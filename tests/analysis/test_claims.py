@@ -7,7 +7,6 @@ from figures_helpers import MEAN_OF_SEEDS, activation, one_run, table
 from scipy import stats
 
 from normlab.analysis import claims
-from normlab.analysis.compare import compare
 from normlab.analysis.selection import deepest
 from normlab.errors import NormlabError
 from normlab.study.rates import by_tokens
@@ -214,18 +213,40 @@ def test_the_extremes_are_the_geometric_means_of_the_last_layer():
     assert all(f"{row.factor:.1f} {row.when} ({row.largest}, {row.smallest})" in said for row in deep.itertuples())
 
 
-def test_a_scheme_beside_others_is_compared_before_and_after_and_judged_as_one_family():
-    runs = table(SCHEMES, depths=(4,))
-    found = claims.against(runs, "bhyt", ["pre_rmsnorm", "dyt", "lns"])
-    assert found[["b", "when"]].to_numpy().tolist() == [
-        ["pre_rmsnorm", "before training"], ["pre_rmsnorm", "after training"],
-        ["lns", "before training"], ["lns", "after training"],
-    ]  # fmt: skip
-    single = compare(runs, "bhyt", "lns", "token_l2_mean", depth=4)
-    assert found["estimate"].iloc[3] == pytest.approx(single["estimate"].iloc[0])
-    assert found["p_holm"].iloc[3] >= single["p_holm"].iloc[0] and (found["p_holm"] >= found["p"]).all()
-    assert list(claims.against(runs, "bhyt", ["lns"], "loss")["when"]) == ["after training"]
-    assert claims.against(runs, "dyt", ["lns"]).empty
+def test_claims_hold_do_not_hold_or_cannot_be_decided(losses):
+    runs = with_losses(losses)
+    lower = claims.Claim("LNS is lower", "lns", "pre_rmsnorm", "loss", "below")
+    asked = [
+        lower,
+        lower._replace(says="LNS is higher", direction="above"),
+        lower._replace(says="LNS is alike", direction="alike"),
+        claims.Claim("Pre-LN grows", "pre_rmsnorm", None, "growth", "above"),
+        claims.Claim("Pre-LN's control", "rmsnorm_gain", "pre_rmsnorm", "loss", "below"),
+        claims.Claim("no such layer", "lns", "pre_rmsnorm", "deep_cost", "below"),
+    ]
+    table = claims.tested(runs, asked, depth=16)
+    says = table["says"].to_dict()
+    assert [says[claim.says] for claim in asked[:5]] == ["holds", *["does not hold"] * 2, "holds", "not run"]
+    assert "does not say where its runs are" in says["no such layer"]
+    gap = np.mean([losses["lns", 16, k] - losses["pre_rmsnorm", 16, k] for k in range(3)])
+    assert table.loc["LNS is lower", "ours"].startswith(f"{gap:+.3f} [") and table.index.name == "at 16 blocks"
+    grown = np.exp(np.log(activation("pre_rmsnorm", 16, 20) / activation("pre_rmsnorm", 1, 20)))
+    assert table.loc["Pre-LN grows", "ours"].startswith(f"x {grown:.2f} [")
+    said = claims.sentence(table)
+    assert said.startswith("LNS is lower: holds (") and said.endswith("2 hold, 2 do not, and 2 cannot be decided here.")
+    alike = claims.tested(runs, [lower._replace(direction="alike")], depth=4)
+    assert alike["says"].tolist() == ["holds"], "noise of 0.003 nats"
+
+
+def test_one_seed_says_whether_it_is_as_claimed_and_decides_nothing():
+    lower = claims.Claim("LNS is smaller", "lns", "pre_rmsnorm", "token_l2_mean", "below")
+    asked = [lower, lower._replace(says="LNS is larger", direction="above")]
+    runs = table(SCHEMES, seeds=(0,))
+    found = claims.tested(runs, asked)
+    assert found["says"].tolist() == ["one seed: as claimed", "one seed: not as claimed"]
+    assert set(found["seeds"]) == {1} and not found["ours"].str.contains("[", regex=False).any()
+    assert "0 hold, 0 do not, and 2 cannot" in claims.sentence(found)
+    assert claims.tested(runs, [lower._replace(b="dyt")])["says"].tolist() == ["not run"]
 
 
 def test_losses_stand_by_scheme_and_depth_with_what_must_be_known_of_them():

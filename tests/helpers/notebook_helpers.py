@@ -10,11 +10,10 @@ import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
 from figures_helpers import GROWTH, UNIGRAM, table
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
+from normlab.notebook.pages import Kernel
 from normlab.runs import EXPERIMENT_COLUMNS, EXPERIMENTS, MANIFEST, SCHEMA_VERSION, STATS, STATS_COLUMNS
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
@@ -62,12 +61,9 @@ def write_runs(root: Path, **options: Any) -> Path:
 
 
 @cache
-def _kernel() -> AsyncKernelManager:
-    """One kernel for all notebooks of a test process, as its imports take longer than most notebooks do."""
-    return AsyncKernelManager(kernel_name="python3")
-
-
-TIMED = ("generation_speed(",)  # calls whose results are times
+def _kernel() -> Kernel:
+    """One kernel for all notebooks of a test process."""
+    return Kernel()
 
 
 def execute(
@@ -78,7 +74,7 @@ def execute(
     It reads the shipped data where no parameter says otherwise.
 
     Args:
-        twice: run every cell twice in a row; AssertionError where the second time gives something else (TIMED may).
+        twice: run every cell twice in a row; AssertionError where the second time gives something else.
         then: code for one more cell at the end, such as a reader's move of a control.
     """
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
@@ -94,12 +90,9 @@ def execute(
     here.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, here / "asked.ipynb")
     done = parameterize_notebook(load_notebook_node(str(here / "asked.ipynb")), parameters)
-    done.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\nimport os\nos.chdir({str(here)!r})"))
-    NotebookClient(done, km=_kernel(), extra_arguments=["--log-level=ERROR"]).execute()
-    del done.cells[0]
+    _kernel().execute(done, here)
     for first, second in zip(done.cells, done.cells[1:], strict=False):
-        timed = any(call in first.source for call in TIMED)
-        if second.metadata.get("tags") == ["again"] and not timed:
+        if second.metadata.get("tags") == ["again"]:
             assert _shown(first) == _shown(second), f"{name}, run twice: {first.source}"
     done.cells = [cell for cell in done.cells if cell.metadata.get("tags") != ["again"]]
     return done
@@ -123,8 +116,9 @@ def _outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def figures_in(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:
-    """Every plotly figure that the notebook shows, in order."""
-    return [output["data"][PLOTLY] for output in _outputs(notebook) if PLOTLY in output.get("data", {})]
+    """Every plotly figure that the notebook shows, in order, without the pictures of widgets."""
+    shown = [output.get("data", {}) for output in _outputs(notebook)]
+    return [data[PLOTLY] for data in shown if PLOTLY in data and WIDGET not in data]
 
 
 def schemes_of(figure: dict[str, Any]) -> set[str]:
@@ -149,9 +143,9 @@ def _pages(notebook: nbformat.NotebookNode) -> list[BeautifulSoup]:
 def tables_in(notebook: nbformat.NotebookNode) -> list[pd.DataFrame]:
     """Every table that the notebook shows, in order: cells as text, the index as its first columns."""
     found = []
-    for page in _pages(notebook):
-        rows = [[cell.text for cell in row.find_all(["th", "td"])] for row in page.find_all("tr")]
-        heads = len(page.thead.find_all("tr"))  # the second of two names the index
+    for shown in (part for page in _pages(notebook) for part in page.find_all("table")):
+        rows = [[cell.text for cell in row.find_all(["th", "td"])] for row in shown.find_all("tr")]
+        heads = len(shown.thead.find_all("tr"))  # the second of two names the index
         names = [max(column, key=len) if not column[-1] else column[-1] for column in zip(*rows[:heads], strict=True)]
         found.append(pd.DataFrame(rows[heads:], columns=names))
     return found
@@ -161,9 +155,3 @@ def rows_in(notebook: nbformat.NotebookNode) -> list[list[str]]:
     """The text of every row of every table that the notebook shows, headings included, in order."""
     rows = [row for page in _pages(notebook) for row in page.find_all("tr")]
     return [[cell.get_text(strip=True) for cell in row.find_all(["th", "td"])] for row in rows]
-
-
-def row_of(notebook: nbformat.NotebookNode, *start: str) -> list[str]:
-    """The one row whose first cells, the index left out, are these."""
-    (row,) = [row[1:] for row in rows_in(notebook) if tuple(row[1 : 1 + len(start)]) == start]
-    return row

@@ -5,6 +5,7 @@ import re
 from base64 import b64decode, b64encode
 from html import unescape
 from io import BytesIO
+from typing import Any
 
 import browser_helpers
 import nbformat
@@ -27,9 +28,9 @@ def frames_in(page: str) -> list[str]:
     return [unescape(source) for source in re.findall(r'<iframe[^>]* src="([^"]*)"', page)]
 
 
-def shows(text: str) -> NotebookNode:
-    """The output of a cell that ends in a widget."""
-    return nbformat.v4.new_output("display_data", {WIDGET: {"model_id": "0"}, "text/plain": text})
+def shows(text: str, **still: Any) -> NotebookNode:
+    """The output of a cell that ends in a widget, with its picture if there is one."""
+    return nbformat.v4.new_output("display_data", {WIDGET: {"model_id": "0"}, "text/plain": text} | still)
 
 
 def executed(*outputs: NotebookNode, tags: tuple[str, ...] = ()) -> NotebookNode:
@@ -51,7 +52,7 @@ def page_of(notebook: NotebookNode) -> str:
 def test_a_page_holds_its_figures_and_shares_plotly():
     figure = nbformat.v4.new_output("display_data", {PLOTLY: json.loads(loss_curves(table()).to_json())})
     page = page_of(executed(figure))
-    assert page.count("Plotly.newPlot(") == page.count("showSendToCloud: false") == 1  # no button that uploads
+    assert page.count('<script>draw("figure-') == page.count("showSendToCloud: false") == 1  # no button that uploads
     assert '<script src="plotly.min.js"></script>' in page
     assert len(page) < 1_000_000 and "plotly.js v" not in page and "/elsewhere" not in page
     assert "<title>Growth</title>" in page
@@ -65,9 +66,11 @@ def test_an_explorer_stands_where_its_widget_stood_and_opens_as_the_cell_says():
     assert frames_in(page) == ["explorer.html#dark=0&way=relative"]
 
 
-def test_other_controls_leave_a_line_that_says_what_they_need():
+def test_other_controls_leave_their_picture_or_a_line_that_says_what_they_need():
     page = page_of(executed(shows("SkipMap(children=())")))
     assert not frames_in(page) and 'class="needs-kernel"' in page and "SkipMap(" not in page
+    page = page_of(executed(shows("SkipMap(children=())", **{PLOTLY: {"data": [], "layout": {}}})))
+    assert 'draw("figure-' in page and '<p class="needs-kernel"' not in page and "SkipMap(" not in page
     assert frames_in(page_of(executed(shows("Intervene(Model)")))) == ["model/index.html#dark=0&step=none"]
 
 
@@ -80,6 +83,22 @@ def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path, chrom
         frame = page.frame_locator("iframe.explorer")
         frame.locator(".js-plotly-plot .scatterlayer .trace").first.wait_for()
         assert frame.locator("[name=way]").input_value() == "relative"
+
+
+def test_a_title_stands_whole_above_its_figure_on_a_small_screen(tmp_path, chromium):
+    drawn = loss_curves(table())
+    figure = nbformat.v4.new_output("display_data", {PLOTLY: json.loads(drawn.to_json())})
+    (tmp_path / "page.html").write_text(page_of(executed(figure)))
+    (tmp_path / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
+    with browser_helpers.page_of(chromium) as (page, errors):
+        page.set_viewport_size({"width": 390, "height": 800})
+        page.goto((tmp_path / "page.html").as_uri())
+        page.locator(".js-plotly-plot .main-svg").first.wait_for()
+        title = page.locator("figcaption > b")
+        assert title.inner_text() == re.sub("<br>", " ", drawn.layout.title.text)
+        box = title.bounding_box()
+        assert box["x"] + box["width"] <= 390 and page.evaluate("document.documentElement.scrollWidth") == 390
+        assert page.locator(".gtitle").count() == 0 and not errors
 
 
 def test_a_dot_beside_a_heat_map_keeps_its_colour():
@@ -104,7 +123,7 @@ def test_a_page_without_plotly_inside_is_refused(tmp_path):
 
 def test_the_cell_that_installs_is_left_out_of_pages_and_kept_in_the_notebook():
     notebook = executed(tags=("install",))
-    assert "figure" not in re.sub(r"<style.*?</style>", "", page_of(notebook), flags=re.DOTALL)
+    assert "figure" not in re.sub(r"<(style|script).*?</\1>", "", page_of(notebook), flags=re.DOTALL)
     kept = nbformat.reads(ImageNotebook().from_notebook_node(notebook)[0], 4)
     assert [cell.source for cell in kept.cells[1:]] == ["figure"]
 

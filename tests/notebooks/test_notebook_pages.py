@@ -24,23 +24,27 @@ def test_a_folder_of_notebooks_becomes_pages(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLAB_NOTEBOOK_ID", "1")  # there plotly would choose what no page can draw
     notebooks, out, runs = tmp_path / "notebooks", tmp_path / "pages", write_runs(tmp_path / "runs", depths=(2,))
     notebooks.mkdir()
-    show = "import os, time, plotly.io; print(RUNS, os.getcwd(), plotly.io.renderers.default, time.time_ns(), sep='|')"
+    show = "import os, time, plotly.io; left = globals().get('left', 'nothing'); "
+    show += "print(RUNS, os.getcwd(), plotly.io.renderers.default, left, time.time_ns(), sep='|')"
     notebook(notebooks / "a.ipynb", show)
     notebook(notebooks / "b.ipynb", "raise ValueError('no such layer')")
-    arguments = [str(notebooks), "--runs", str(runs), "--out", str(out)]
+    notebook(notebooks / "c.ipynb", show)
+    arguments = [str(notebooks), "--runs", str(runs), "--out", str(out), "--jobs", "1"]
     assert main(arguments) == 1
     assert "b.ipynb: ValueError: no such layer" in capsys.readouterr().err
-    assert sorted(path.name for path in out.glob("*.*")) == ["a.html", "explorer.html", "index.html", "plotly.min.js"]
+    assert sorted(path.name for path in out.glob("*.*")) == [
+        *("a.html", "c.html", "explorer.html", "index.html", "plotly.min.js")
+    ]
     index = (out / "index.html").read_text(encoding="utf-8")
     assert 'href="a.html"' in index and 'href="explorer.html"' in index and "b.html" not in index
 
-    def printed() -> list[str]:
-        cells = nbformat.read(out / "executed" / "a.ipynb", as_version=4).cells
+    def printed(name: str = "a") -> list[str]:
+        cells = nbformat.read(out / "executed" / f"{name}.ipynb", as_version=4).cells
         return cells[-1].outputs[0]["text"].strip().split("|")
 
     first = printed()
-    assert first[:3] == [str(runs), str(notebooks), "plotly_mimetype"]
+    assert first[:4] == printed("c")[:4] == [str(runs), str(notebooks), "plotly_mimetype", "nothing"]
     assert main([*arguments, "--keep"]) == 1 and printed() == first
     notebook(notebooks / "a.ipynb", "import os; os._exit(1)")  # its page goes, and no other is left
-    assert main(arguments) == 2 and not (out / "a.html").exists()
+    assert main(arguments) == 1 and not (out / "a.html").exists() and (out / "c.html").exists()
     assert main([str(tmp_path / "none"), "--runs", str(runs), "--out", str(out)]) == 2

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import pandas as pd
 import plotly.io as pio
 import pytest
 from training_helpers import tiny, write_text
 
 import normlab
 from normlab import NormlabError, load_runs
-from normlab.notebook import folder, prepare, time_kernels, train_small
+from normlab.notebook import folded, folder, prepare, time_kernels, train_small
 from normlab.training.grids import Part, Preset
 from normlab.training.sweep import SweepResult
 
@@ -79,6 +80,13 @@ def test_bad_input_and_a_failed_run_stop_the_notebook(preset, monkeypatch):
 def test_another_way_to_recompute_takes_the_place_of_training(tmp_path):
     assert prepare("somewhere", fast=True, recompute=lambda: tmp_path) == Path("somewhere")
     assert prepare("somewhere", fast=False, recompute=lambda: tmp_path) == tmp_path
+
+
+def test_folded_tables_stand_below_their_line_without_numbers_of_rows_and_missing_values():
+    plain = pd.DataFrame({"a": [1.23456, float("nan")], "b": ["<x>", ""]})
+    page = folded("What & why", plain, plain.set_index("b"))._repr_html_()
+    assert page.startswith("<details><summary>What &amp; why</summary><table") and page.count("<table") == 2
+    assert "1.235" in page and "nan" not in page.lower() and "&lt;x&gt;" in page and "<th>0</th>" not in page
 
 
 def test_kernels_that_cannot_be_timed_stop_the_notebook(tmp_path, monkeypatch):

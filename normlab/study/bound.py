@@ -1,0 +1,88 @@
+"""What bounds BHyT in a trained model: tables of notebook 02."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from normlab.analysis.theory import chebyshev_bound
+from normlab.models import NormlabForCausalLM
+from normlab.probes import record
+from normlab.schemes import DEFAULT
+from normlab.widgets.change import Change, ask
+
+KAPPAS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0)
+OUTLIER = 30.0  # how many times as large one feature of the embeddings is made
+STAGES = ("before training", "after training")
+
+
+def saturation(model: Any, tokens: Tensor) -> pd.DataFrame:
+    """The share of tanh inputs before attention beyond lambda at each kappa of `KAPPAS`, with the exact statistic.
+
+    Measured as the model was trained, and with one outlier feature, the case that the bound is made for.
+
+    Args:
+        tokens: (rows, length) ids.
+
+    Returns:
+        Columns `condition kappa share of_bound`: the mean over blocks, and that over Chebyshev's 1/kappa^2.
+    """
+    planted = copy.deepcopy(model)
+    with torch.no_grad():
+        planted.model.embed_tokens.weight[:, 0] *= OUTLIER
+    rows = []
+    for condition, subject in {"as it was trained": model, "one outlier feature": planted}.items():
+        for kappa in KAPPAS:
+            answer = ask(subject, tokens, Change(kappa=kappa / model.config.kappa, exact=True))
+            share = float(np.mean(answer.profile("saturation", "attn_norm_in")))
+            rows.append((condition, kappa, share, share / chebyshev_bound(kappa)))
+    return pd.DataFrame(rows, columns=["condition", "kappa", "share", "of_bound"])
+
+
+def carried(model: Any, tokens: Tensor) -> pd.DataFrame:
+    """The mean square of each MLP norm's input over the one that it carries, of a fresh model and of this one.
+
+    Returns:
+        The rows of `carried_var_ratio`, with a column `stage`, one of `STAGES`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        fresh = NormlabForCausalLM(model.config).eval()
+    parts = []
+    for stage, subject in zip(STAGES, (fresh, model), strict=True):
+        with record(subject, metrics=["carried_var_ratio"]) as rec, torch.no_grad():
+            subject(input_ids=tokens)
+        parts.append(rec.stats().to_pandas().query("mask == 'all'").assign(stage=stage))
+    return pd.concat(parts)
+
+
+def limits(shares: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
+    """What would break the bound, and how far this model is from it: `limit measured says`, one row per limit.
+
+    Args:
+        shares: of `saturation`; kappa 1 is left out, where the bound is 1.
+        ratios: of `carried`.
+    """
+    most = shares.loc[shares["kappa"] > 1, "of_bound"].max()
+    after = ratios.loc[ratios["stage"] == STAGES[1], "value"]
+    far = max(after.max(), 1 / after.min())
+    rows = {
+        "a share of tanh inputs above 1/κ²": (f"the largest is {most:.2f} of it", most > 1),
+        "a carried ratio further than a factor of 2 from 1": (f"the furthest is a factor of {far:.2f}", far > 2),
+    }
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["measured", "met"])
+    return table.assign(met=table["met"].map({True: "yes", False: "no"})).rename_axis("it would be falsified by")
+
+
+def speeds(bench: str | Path, published: pd.DataFrame) -> list[pd.DataFrame]:
+    """BHyT's training step over Pre-LN's, as `normlab bench` timed it, and what the paper says of speed, in percent."""
+    timed = pd.read_csv(Path(bench) / "training_cpu.csv")
+    own = timed[timed["what"].str.startswith(DEFAULT)][["what", "ratio", "low", "high", "pairs"]]
+    said = published[published["metric"].str.contains("speed_gain")][["paper", "where", "metric", "value", "note"]]
+    return [own.reset_index(drop=True), said.reset_index(drop=True)]
