@@ -256,6 +256,10 @@ def test_arrays_of_another_framework_are_compared(llama, batch, tmp_path):
     assert diff(llama, tmp_path / "same.safetensors", batch).equal
     result = diff(llama, tmp_path / "other.safetensors", batch)
     assert result.first == ("mlp_norm_out", 3) and "1 + w" in result.causes[0]
+    with torch.no_grad():
+        spoiled.model.layers[2].post_attention_layernorm.weight.fill_(1)
+    write_arrays(spoiled, batch, tmp_path / "plain.safetensors")
+    assert "B applies no gain" in diff(llama, tmp_path / "plain.safetensors", batch).causes[0]
     few = {f"{site.name}.{site.layer}": x.numpy() for site, x in read_arrays(tmp_path / "other.safetensors").items()}
     np.savez(tmp_path / "few.npz", **{"block_out.2": few["block_out.2"], "block_out.4": few["block_out.4"]})
     assert diff(llama, tmp_path / "few.npz", batch).first == ("block_out", 4)

@@ -11,6 +11,7 @@ from torch import nn
 from normlab.errors import NormlabError
 from normlab.probes import record, sites
 from normlab.probes.sites import stacks
+from normlab.probes.stream_sums import explain
 
 LENGTH = 16
 SMALL = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
@@ -220,3 +221,11 @@ def test_a_branch_that_stochastic_depth_drops_is_said_to_be_dropped():
     model = Stack(Dropping, Dropping)
     _, _, absent = recorded(model, lambda: model(X), model.layers[0], ("rms", "relative_contribution"))
     assert "may have been dropped, by stochastic depth" in absent["attn 1"]
+
+
+def test_a_dropped_branch_is_told_beside_features_that_are_zero():
+    before, out = torch.randn(2, 8, WIDTH)
+    before[:, 0] = out[:, 0] = 0
+    kept = torch.arange(8) % 2 == 0
+    found = explain(before, before + torch.where(kept[:, None], 2 * out, 0), [out], torch.finfo().eps)
+    assert found is not None and found.form == "dropped" and found.factors == pytest.approx((2.0,))

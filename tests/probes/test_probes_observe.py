@@ -100,6 +100,12 @@ def test_a_departure_is_found_after_an_earlier_one_has_passed():
     assert readings.explain().verdict.startswith("layer 2, ")
 
 
+def test_a_reading_is_judged_by_eight_comparisons_before_it_and_each_needs_four_readings():
+    for step, first in ((11, ""), (12, "layer 3, ")):
+        readings = grown(lambda at, layer, step=step: 9.0 if at == step and layer > 2 else 1.0, step + 1)
+        assert readings.explain().verdict.startswith(first or "no site left its past")
+
+
 def test_what_is_not_defined_at_first_has_not_left_its_past_and_what_breaks_has():
     readings = Readings()
     for step in range(20):
@@ -236,8 +242,9 @@ def test_a_step_without_a_backward_is_left_out_with_a_warning_once_one_was_measu
         observer.step(model(**token_batch()).loss, 0)
     with normlab.observe(model, every=1) as observer:
         step_of(observer, model, 0)
-        with pytest.warns(UserWarning, match="step 1 was not measured: grad"):
+        with pytest.warns(UserWarning, match="step 1 was not measured: grad") as told:
             observer.step(model(**token_batch()).loss, 1)
+        assert told[0].filename == __file__  # at the line of the loop
         model(input_ids=token_batch()["input_ids"]).logits.sum().backward()  # a loss of the loop's own: left out
         step_of(observer, model, 2)
     assert observer.to_pandas()["step"].unique().tolist() == [0, 2]

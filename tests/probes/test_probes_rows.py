@@ -270,6 +270,38 @@ def test_a_first_token_is_one_at_position_0_where_the_caller_gives_positions(way
     assert found == pytest.approx(float(peaks.max() / peaks.double().median()), rel=1e-5)
 
 
+class Crossing(PreLN):
+    """A decoder's block: it is handed what the encoder returned."""
+
+    def forward(self, h, encoder_hidden_states):
+        return super().forward(h)
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.embed = Text(), nn.Embedding(24, WIDTH)
+        self.decoder = nn.ModuleList([Crossing(), Crossing()])
+
+    def forward(self, input_ids, decoder_input_ids, decoder_position_ids, position_ids):
+        states, h = self.encoder(input_ids), self.embed(decoder_input_ids)
+        for block in self.decoder:
+            h = block(h, states)
+        return h
+
+
+def test_positions_of_a_decoder_are_of_its_own_tokens():
+    model, at = Translator(), torch.cat([torch.arange(4), torch.arange(2)]).expand(ROWS, -1)
+    inputs = {"input_ids": IDS, "decoder_input_ids": IDS.flip(0), "decoder_position_ids": at, "position_ids": at}
+    decoded, encoded = model.embed(inputs["decoder_input_ids"])[at != 0], model.encoder.embed(IDS)[:, 1:]
+    for name, counted in (("decoder", decoded), ("encoder.body.layers", encoded)):
+        with record(stacks(model)[name], SIZE) as rec, torch.no_grad():
+            model(**inputs)
+        assert values(rec.stats())["block_out", 0, "token_l2_mean", "no_first"] == size(counted), name
+
+
 # -- no token ----------------------------------------------------------------------------------------------------------
 
 
