@@ -7,7 +7,7 @@ JOBS   ?= 2
 BIN       := $(VENV)/bin
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 
-.PHONY: help reproduce findings site links notebooks lab voila test test-slow lint bench gpu clean
+.PHONY: help reproduce live findings film site links notebooks lab voila test test-slow lint bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -30,9 +30,15 @@ reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the noteboo
 	@echo; echo "Done. Open in a browser: $(CURDIR)/$(OUT)/index.html"
 	@echo "The runs behind it, as tables with their manifests: $(OUT)/runs"
 
+live: $(VENV)/.installed-notebooks ## trained models in a page that changes their normalization: build/live/, without training
+	$(BIN)/normlab page pre_rmsnorm-d8 lns-d8 bhyt-d8 rmsnorm_gain-d8 --out $(OUT)/live
+
 findings: $(VENV)/.installed-docs ## write data/league.csv, and the numbers of README.md, data/README.md and docs/, from the shipped tables; then the pictures of docs/, by a Chrome or Chromium
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/pictures.py
+
+film: $(VENV)/.installed-test ## the moving picture of README.md, by a Chrome or Chromium
+	$(BIN)/python docs/moving.py
 
 # Each notebook is executed, and what was executed becomes a page; plotly.js and the explorer are shared by all pages.
 PAGES = $(BIN)/python -m normlab.notebook.pages notebooks --jobs $(JOBS)

@@ -15,6 +15,7 @@ import findings
 import pandas as pd
 import papers
 import plotly.graph_objects as go
+import torch
 from findings import (
     LNS,
     PRE_LN,
@@ -216,7 +217,16 @@ def before_after() -> go.Figure:
     return growth_before_after(choose(runs(), depth=16), published=normlab.load_published())
 
 
+def recorded() -> go.Figure:
+    """What the first lines of README.md draw."""
+    model, text = normlab.load_model("pre_rmsnorm-d8"), normlab.load_held_out("pre_rmsnorm-d8")
+    with normlab.record(model) as rec, torch.no_grad():
+        model(input_ids=text[:16])
+    return rec.stats().plot("token_l2_mean")
+
+
 PICTURES: dict[str, Callable[[], go.Figure]] = {
+    "recorded": recorded,
     "growth_before_after": before_after,
     "papers": of_papers,
     "depth": depth,

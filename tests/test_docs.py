@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import plotly.graph_objects as go
 import pytest
 import torch
 from training_helpers import write_text
@@ -99,7 +101,7 @@ def test_every_file_that_a_page_names_exists(page):
     named = re.findall(r"`((?:normlab|kernels|benchmarks|notebooks|docs|data|tests|\.github|\.ci)/[\w/.-]*)`", text)
     named += re.findall(r"\bpython ([\w/]+\.py)\b", text)
     if page == README:
-        named += [target for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith("http")]
+        named += [target for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith(("http", "#"))]
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
@@ -113,14 +115,15 @@ def test_every_target_can_be_planned():
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True)
 
 
-def test_the_readme_is_short_and_its_example_measures_every_layer(capsys):
+def test_the_readme_is_short_and_its_example_draws_every_layer(monkeypatch):
     assert len(re.sub(r"<!--.*?-->", "", README.read_text(encoding="utf-8")).split()) <= 1000
     example, _ = blocks(README, "python")
-    assert len(example.strip().splitlines()) <= 15
+    assert len(example.strip().splitlines()) <= 7
+    drawn: list[Any] = []
+    monkeypatch.setattr(go.Figure, "show", lambda figure: drawn.append(figure))
     exec(compile(example, "README.md", "exec"), {})
-    printed = capsys.readouterr().out.split()
-    assert printed[:2] == ["layer", "value"] and printed[2::2] == [str(layer) for layer in range(7)]
-    assert all(float(value) > 0 for value in printed[3::2])
+    (stream,) = (line for line in drawn[0].data if line.name == "block_out")
+    assert list(stream.x) == list(range(9)) and list(stream.y) == sorted(stream.y)
 
 
 def test_the_table_of_schemes_is_what_the_command_prints(site_code, monkeypatch):
