@@ -13,7 +13,7 @@ import pandas as pd
 
 from normlab.analysis.quantities import QUANTITIES, quantity_row, values_of
 from normlab.analysis.selection import DIVERGED, Selection, checked, chosen, in_order, summarize
-from normlab.analysis.verdicts import LEVEL, differences, in_words, judged
+from normlab.analysis.verdicts import LEVEL, bracketed, differences, in_words, judged
 from normlab.errors import NormlabError
 
 
@@ -227,12 +227,12 @@ def report(found: pd.DataFrame, level: float = 0.95) -> str:
     """The rows of `compare` as lines to print: what was compared, on which runs, and a line per depth."""
     first = found.iloc[0]
     ratio = first["kind"] == "ratio"
-    shown = "{:.4g}" if ratio else "{:+.4f}"
+    shown = ("{:.4g}" if ratio else "{:+.4f}").format
     cells = [["depth", "seeds", first["a"], first["b"], first["kind"], f"{100 * level:g}% interval", ""]]
     for row in found.itertuples():
         numbers = [f"{value:.4g}" for value in (row.mean_a, row.mean_b)]
-        interval = "" if math.isnan(row.low) else f"[{shown.format(row.low)}, {shown.format(row.high)}]"
-        cells.append([str(row.depth), str(row.seeds), *numbers, shown.format(row.estimate), interval, _remark(row)])
+        interval = bracketed(row.low, row.high, shown).strip()
+        cells.append([str(row.depth), str(row.seeds), *numbers, shown(row.estimate), interval, _remark(row)])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in cells]
     word = "over" if ratio else "minus"

@@ -231,6 +231,11 @@ def in_words(row: Any) -> str:
     return f"{EQUIVALENT}: {within}" if row.verdict == EQUIVALENT else UNDECIDED
 
 
+def bracketed(low: float, high: float, written: Callable[[float], str]) -> str:
+    """An interval as it stands behind an estimate, " [low, high]"; nothing where there is none, as of one seed."""
+    return f" [{written(low)}, {written(high)}]" if math.isfinite(low) and math.isfinite(high) else ""
+
+
 def interval(values: np.ndarray, level: float = LEVEL) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Mean over the first axis and Student's t interval, (n, ...) -> three of (...).
 

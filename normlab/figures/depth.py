@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from normlab.analysis.outcomes import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
 from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingToShow, Selection, mean_of
-from normlab.analysis.verdicts import LEVEL, differences, in_words, interval, judged
+from normlab.analysis.verdicts import LEVEL, bracketed, differences, in_words, interval, judged
 from normlab.figures import theme
 from normlab.figures.draw import (
     EndLabel,
@@ -158,8 +158,8 @@ def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list
     for column, depth in enumerate(shown.depths, 2):
         for row in family[family["depth"] == depth].itertuples():
             color = theme.style_of(row.a).color
-            ends = f"[{row.low:+.4f}, {row.high:+.4f}]<br>{in_words(row)}, {row.seeds} seed(s)"
-            hover = f"<br>depth {depth}: %{{x:+.4f}} {ends}"
+            ends = bracketed(row.low, row.high, "{:+.4f}".format)
+            hover = f"<br>depth {depth}: %{{x:+.4f}}{ends}<br>{in_words(row)}, {row.seeds} seed(s)"
             add_line(figure, row.a, [float(row.estimate)], [names.index(row.a)], hover,
                      row=1, col=column, mode="markers", marker=mark(color, theme.VERDICT_MARKS[row.verdict], 8),
                      error_x=interval_bars(row.estimate, row.low, row.high, thickness=1.4, color=color),

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import NothingToShow, Selection, mean_of
-from normlab.analysis.verdicts import DIFFERENT, differences, judged
+from normlab.analysis.verdicts import DIFFERENT, bracketed, differences, judged
 from normlab.figures import theme
 from normlab.figures.draw import (
     add_line,
@@ -292,5 +292,4 @@ def _add_ratios(
 def _ratio(pair: pd.Series) -> str:
     if not math.isfinite(pair["estimate"]):
         return "–"
-    interval = "" if math.isnan(pair["low"]) else f" [{short(pair['low'])}, {short(pair['high'])}]"
-    return short(pair["estimate"]) + interval
+    return short(pair["estimate"]) + bracketed(pair["low"], pair["high"], short)

@@ -14,6 +14,7 @@ from plotly.subplots import make_subplots
 
 from normlab.analysis.published import HERE, QUANTITIES, ratios_to
 from normlab.analysis.selection import NothingToShow, choose, in_order
+from normlab.analysis.verdicts import bracketed
 from normlab.figures import theme
 from normlab.figures.draw import add_line, axis_bounds, interval_bars, mark, value_axis
 from normlab.figures.registry import register
@@ -171,7 +172,7 @@ def _add_scheme(
         broken = row.ratio > edge
         low, high = (math.nan, math.nan) if broken else (row.low, row.high)
         seeds = "" if pd.isna(row.seeds) else f", {int(row.seeds)} seeds"
-        ends = "" if math.isnan(row.low) else f" [{row.low:.3g}, {row.high:.3g}]"
+        ends = bracketed(row.low, row.high, "{:.3g}".format)
         symbol = "arrow-right" if broken else shapes[pair]
         add_line(
             figure,

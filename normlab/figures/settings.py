@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 
 from normlab.analysis.selection import NothingToShow, in_order
 from normlab.analysis.theory import chebyshev_bound
-from normlab.analysis.verdicts import DIFFERENT, in_words
+from normlab.analysis.verdicts import DIFFERENT, bracketed, in_words
 from normlab.figures import theme
 from normlab.figures.draw import LEGEND_ABOVE, add_line, axis_bounds, beside, interval_bars, mark, value_axis
 from normlab.figures.registry import drawing
@@ -75,11 +75,9 @@ def variant_differences(table: pd.DataFrame) -> go.Figure:
 
 
 def _numbers(row: Any, is_ratio: bool) -> str:
-    form = "{:.3f}" if is_ratio else "{:+.3f}"
-    text = form.format(row.estimate) if math.isfinite(row.estimate) else "–"
-    if math.isfinite(row.low):
-        text += f" [{form.format(row.low)}, {form.format(row.high)}]"
-    return f"{text}, {row.seeds} seed{'s' if row.seeds != 1 else ''}"
+    written = ("{:.3f}" if is_ratio else "{:+.3f}").format
+    text = written(row.estimate) if math.isfinite(row.estimate) else "–"
+    return f"{text}{bracketed(row.low, row.high, written)}, {row.seeds} seed{'s' if row.seeds != 1 else ''}"
 
 
 @drawing

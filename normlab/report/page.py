@@ -10,7 +10,6 @@ series_page      the page of several recordings
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from normlab.analysis.verdicts import bracketed
 from normlab.figures.report import (
     angles,
     layer_figure,
@@ -213,7 +213,7 @@ def span_line(row: Any) -> str:
     """One length of the table of spans, in the conventions of transformers and of mergekit."""
     kept = " and ".join(str(part) for part in row.keep)
     blocks = f"block {row.first}" if row.length == 1 else f"blocks {row.first}-{row.last}"
-    sure = ", of one sequence: no interval" if math.isnan(row.low) else f" [{row.low:+.4f}, {row.high:+.4f}]"
+    sure = bracketed(row.low, row.high, "{:+.4f}".format) or ", of one sequence: no interval"
     return (
         f"cheapest {row.length} to drop: {blocks}, loss {row.skip_delta_loss:+.4f}{sure}; "
         f"layers[{row.start}:{row.stop}] in transformers, mergekit keeps {kept}"

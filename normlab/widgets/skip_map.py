@@ -11,6 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from torch import nn
 
+from normlab.analysis.verdicts import bracketed
 from normlab.figures import themed
 from normlab.figures.one_model import skip_map
 from normlab.probes import skip_future_effect, skip_sensitivity
@@ -62,6 +63,5 @@ def _cost_in_words(block: int, cost: pd.Series) -> str:
     whole = f"whole model {cost['loss']:.4f}"
     if not math.isfinite(cost["skip_delta_loss"]):
         return f"without block {block} the loss is not finite: the model breaks, {whole}"
-    low, high = cost["low"], cost["high"]
-    between = f" [{low:+.4f}, {high:+.4f}]" if math.isfinite(low) and math.isfinite(high) else ""
+    between = bracketed(cost["low"], cost["high"], "{:+.4f}".format)
     return f"without block {block}: {cost['skip_delta_loss']:+.4f}{between} nats per token, {whole}"
