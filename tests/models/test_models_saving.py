@@ -7,6 +7,7 @@ import pytest
 import torch
 from model_helpers import (
     assert_bits,
+    assert_near,
     assert_state,
     carrying_case,
     constants,
@@ -167,7 +168,7 @@ def test_a_resized_head_keeps_what_it_does_besides_its_matrix(scheme, rows, tied
     model.resize_token_embeddings(rows, mean_resizing=False)
     after = model(ids).logits
     assert after.shape[-1] == rows == model.lm_head.out_features
-    assert_bits(after[..., :50], before)
+    assert_near(after[..., :50], before, 1e-6)  # a product of another shape may add in another order
     model.save_pretrained(tmp_path)
     assert_bits(NormlabForCausalLM.from_pretrained(tmp_path)(ids).logits, after)
 
