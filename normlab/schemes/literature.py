@@ -152,5 +152,15 @@ ROWS = (
     Scheme("beam", "Beam", "sqrt((k-1)/k) x + N'(f(N(x)))/sqrt(k), sublayers counted by k from 2",
            "Beam's code in transformers",
            norm=b.rms, family="depth", tags="contender", layout=PERI, residual=b.over_root_count),
+    Scheme("pre_rmsnorm_fixed", "Pre-LN without gains", "x + f(x/rms)",
+           "SimpleRMSNorm of TransNormerLLM (2307.14995); nanochat's code",
+           norm=b.rms_fixed, family="norm"),
+    Scheme("residual_mix", "Residual mixing", "sqrt(1 - b/L) x + sqrt(b/L) f(N(x)), one b per block, from log 2",
+           "marin's code (marin-community/marin#8860)",
+           norm=b.rms, family="residual", residual=lambda s: single.Mixed(s.depth), shares_residual=True),
+    Scheme("layer_scalar", "Layer scalar",
+           "m = x + N'(attention(N(x))); a (m + N'(MLP(N(m)))), one a per block, from 1",
+           "Gemma 4's code in transformers, where a is not trained",
+           norm=b.rms, family="residual", layout=PERI, residual=b.layer_scalar),
 )
 # fmt: on

@@ -72,6 +72,20 @@ def test_a_scheme_that_starts_as_pre_ln(scheme):
     same_function(scheme, "pre_rmsnorm", keep, rms_norm_eps=1e-12 if scheme == "hyper_connections" else 3e-5)
 
 
+def test_pre_ln_without_gains_is_pre_ln_at_the_start_and_trains_none():
+    same_function("pre_rmsnorm_fixed", "pre_rmsnorm", keep)
+    assert all(tensor.dim() == 2 for tensor in fresh_model("pre_rmsnorm_fixed").parameters())
+
+
+def test_a_layer_scalar_starts_as_peri_ln_and_scales_what_a_block_gives():
+    same_function("layer_scalar", "peri_ln", keep, 1e-6)
+    model, ids = fresh_model("layer_scalar"), tokens()
+    before = model(ids, output_hidden_states=True).hidden_states[1]
+    with torch.no_grad():
+        model.model.layers[0].mlp_residual.scale.fill_(0.5)
+    assert_bits(model(ids, output_hidden_states=True).hidden_states[1], 0.5 * before)
+
+
 def test_a_gatednorm_starts_as_half_of_rmsnorm():
     model, plain, ids = fresh_model("gatednorm"), fresh_model("pre_rmsnorm"), tokens()
     with torch.no_grad():
