@@ -162,5 +162,9 @@ ROWS = (
            "m = x + N'(attention(N(x))); a (m + N'(MLP(N(m)))), one a per block, from 1",
            "Gemma 4's code in transformers, where a is not trained",
            norm=b.rms, family="residual", layout=PERI, residual=b.layer_scalar),
+    Scheme("looped", "Looped", "x + f(N(x)), the same f in all blocks, N of each its own",
+           "Universal Transformers (1807.03819), without their halting and positions",
+           norm=b.rms, family="depth", loops=True,
+           unpredicted="what its blocks add is correlated, because they share their matrices"),
 )
 # fmt: on

@@ -149,8 +149,9 @@ class Model:
         """(layer from 1, part, f without norms, the two norms' names in Pre-LN) in order."""
         for layer in range(1, self.depth + 1):
             name = f"model.layers.{layer - 1}"
-            yield layer, "attn", lambda x, n=name: self.attention(x, f"{n}.self_attn"), name
-            yield layer, "mlp", lambda x, n=name: self.mlp(x, f"{n}.mlp"), name
+            of = "model.layers.0" if self.scheme == "looped" else name
+            yield layer, "attn", lambda x, n=of: self.attention(x, f"{n}.self_attn"), name
+            yield layer, "mlp", lambda x, n=of: self.mlp(x, f"{n}.mlp"), name
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------
