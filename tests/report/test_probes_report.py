@@ -165,6 +165,20 @@ def test_massive_activations_and_sinks_are_named_by_their_tokens(saved, tmp_path
     assert "In the first batch: |h| above 100 and above 1,000 times the layer&#x27;s median of |h|" in page
 
 
+def test_a_learned_sink_is_named_as_one(saved, tmp_path):
+    shape = dict(ENCODER, num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    model = hf.GptOssForCausalLM(hf.GptOssConfig(**shape, pad_token_id=0, attn_implementation="eager"))
+    for layer, most in zip(model.model.layers, (0.0, 20.0), strict=True):
+        layer.self_attn.sinks.data.fill_(most)
+    reader = hf.AutoTokenizer.from_pretrained(saved)
+    probe_report(model, saved / "text.txt", tokenizer=reader, out=tmp_path, **{**SHAPE, "length": 32, "rows": 1})
+    page = (tmp_path / "report.html").read_text()
+    assert "Attention sinks: none (" in page
+    assert "The learned sink takes at most 1 of the attention, in layer 2." in page
+    table = pandas.read_csv(tmp_path / "table.csv").query("metric == 'sink_share' and mask == 'all'").set_index("layer")
+    assert 0 < table.loc[1, "value"] < 0.5 and table.loc[2, "value"] == pytest.approx(1, abs=1e-6)
+
+
 def test_lines_of_our_models_have_the_colour_of_their_scheme():
     rows = [
         {"model": name, "site": "block_out", "layer": layer, "metric": "rms", "mask": "all", "value": 1.0 + layer}
