@@ -29,10 +29,10 @@ def table(width: int = 1024, depth: int = 16, vocabulary: int = 4096) -> pandas.
 
     Returns:
         One row per scheme: `name family formula paper parameters bytes operations`. `parameters` counts the trained
-        numbers of a model beyond Llama's matrices. `bytes` and `operations` are per token and forward pass, beyond
-        Llama's matrix products, softmax and activation. They count what norms, sums and scales read and write in
-        bfloat16, and compute, each run by itself. Rows of matrices that are kept at unit length are left out: their
-        cost does not grow with tokens.
+        numbers of a model beyond Llama's matrices. It is below 0 where blocks share them. `bytes` and `operations` are
+        per token and forward pass, beyond Llama's matrix products, softmax and activation. They count what norms, sums
+        and scales read and write in bfloat16, and compute, each run by itself. Rows of matrices that are kept at unit
+        length are left out: their cost does not grow with tokens.
     """
     import pandas
 
@@ -65,8 +65,10 @@ def _costs(scheme: Scheme, width: int, depth: int, vocabulary: int) -> dict[str,
     saved = REDUCTION * depth * width if scheme.carries_statistic else 0.0
     parts: list[tuple[int, Any]] = [(width, module) for module in modules]
     parts += [*_in_block(config) * depth, *_at_ends(config)]
+    named = model.named_parameters(remove_duplicate=False)
+    llamas = sum(p.numel() for name, p in named if name.endswith(LLAMAS))  # of a Llama, whose blocks share none
     return {
-        "parameters": sum(p.numel() for name, p in model.named_parameters() if not name.endswith(LLAMAS)),
+        "parameters": sum(p.numel() for p in model.parameters()) - llamas,
         "bytes": round(BYTES * sum(channels * part.numbers for channels, part in parts)),
         "operations": round(sum(channels * part.operations for channels, part in parts) - saved),
     }

@@ -95,7 +95,7 @@ def _why_not(site: _Site, uses: Counter[Tensor]) -> str:
         if not linear.weight.is_floating_point():
             return f"{name} holds {linear.weight.dtype}"
         if uses[linear.weight] > 1:
-            return f"the matrix of {name} is used elsewhere too (tied embeddings)"
+            return f"the matrix of {name} is used elsewhere too (tied embeddings, blocks that share it)"
     if isinstance(site.norm, NoNorm):
         return "there is no norm"
     weight, bias = getattr(site.norm, gain_name(site.norm), None), getattr(site.norm, "bias", None)
@@ -233,7 +233,7 @@ def fold_norms(model: nn.Module, *, partial: bool = False) -> FoldedNorms:
 
     Raises:
         NormlabError: another architecture, a folded model, or, unless ``partial``, a norm that cannot be folded. Such a
-            norm is read by other than plain nn.Linear layers (LoRA, quantized) or by a matrix tied to the embeddings.
+            norm is read by other than plain nn.Linear layers (LoRA, quantized) or by a matrix that others read too.
             Or its output goes into the residual stream (Post-LN, Peri-LN). Nothing is changed then.
     """
     if is_folded(model):

@@ -82,6 +82,10 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(decoder_layer(config, index) for index in range(config.num_hidden_layers))
+        if scheme.loops:
+            first = [name for name, _ in self.layers[0].named_parameters() if name.startswith(("self_attn.", "mlp."))]
+            later = range(1, config.num_hidden_layers)
+            self._tied_weights_keys = {f"layers.{n}.{name}": f"layers.0.{name}" for n in later for name in first}
         self.norm: Any = scheme.norm_at(NormSite("final", config.num_hidden_layers + 1, config))
         if scheme.leave is not None:
             self.norm = FinalNorm(centred(scheme.leave(config), config), self.norm)
@@ -96,6 +100,10 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
         is_causal = scheme.carries_statistic and config.carried == "causal"
         self.counts_positions = is_causal or scheme.branches.spherical
         self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Parameters that are others, by name. ``tie_word_embeddings`` does not say so of blocks."""
+        return super().get_expanded_tied_weights_keys(True) if all_submodels else {**(self._tied_weights_keys or {})}
 
     def forward(
         self,

@@ -202,6 +202,7 @@ class Measurer:
 
     def __init__(self, metrics: Sequence[Metric]):
         self.kinds = {metric.kind for metric in metrics}
+        self.watches_attention = not self.kinds.isdisjoint(("attention", "sink"))
         self.statistics = dict(KIND_STATISTICS)
         needed = {metric.statistic for metric in metrics}
         self.statistics["activation"] = tuple(name for name in KIND_STATISTICS["activation"] if name in needed)
@@ -412,12 +413,19 @@ class Measurer:
             call.absent[f"attention {trace.layer}"] = watch.why
         if watch.scores is None or not call.has_rows(watch.shape):
             return
+        shape = (*watch.shape, 1)
+        if "sink" in self.kinds and watch.beside is not None and not watch.no_sink:
+            call.stage("sink", place, watch.beside.mean(1).reshape(1, -1), shape)
+        elif "sink" in self.kinds:
+            call.absent[f"sink_share {trace.layer}"] = watch.no_sink
+        if "attention" not in self.kinds:
+            return
         if watch.knows_size:
-            call.stage("attention", place, watch.scores[:1], (*watch.shape, 1))
+            call.stage("attention", place, watch.scores[:1], shape)
         else:
             reason = "of the scores only their distance from a row's maximum was seen"
             call.absent[f"attention_logit_max {trace.layer}"] = reason
-        call.stage("entropy", place, watch.scores[1:], (*watch.shape, 1))
+        call.stage("entropy", place, watch.scores[1:], shape)
 
     def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""

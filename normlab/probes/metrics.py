@@ -16,7 +16,7 @@ max) over the counted tokens and merged by Chan's rule. No result depends on how
     gradient    dLoss/dh at the same tensors, the blocks' inputs for their outputs
     branch      what attention and MLP add, at sites attn, mlp, block
     change      h_l against h_{l-1}, at site block
-    attention   pre-softmax scores, at site attn
+    attention   pre-softmax scores, at site attn; sink: the softmax's columns that are a learned sink's
     tanh        the argument of a norm's tanh; bounded: the same, where the norm has lambda and kappa
     carried     a statistic handed to a norm, not computed by it
     router      the scores of a mixture's router, at site mlp; load: the experts that it takes
@@ -190,6 +190,8 @@ _ROWS = (
            "largest attention score", "", *AMOUNT, "attn", "attention", "logit_max", "max"),
     Metric("attention_entropy", "mean over queries and heads of the entropy of an attention row, in nats",
            "entropy of attention", "nats", *AMOUNT, "attn", "attention", "entropy", "mean"),
+    Metric("sink_share", "mean over queries and heads of the share of attention that a learned sink takes",
+           "share of a learned sink", "", *AMOUNT, "attn", "sink", "sink_share", "mean"),
     Metric("saturation", "share of tanh inputs with |z| > lambda",
            "share of inputs beyond lambda", "", *AMOUNT, "attn_norm_in", "bounded", "saturated", "mean"),
     Metric("saturation_bound", "Chebyshev bound on `saturation`: mean over tokens of (ms / ms used) / kappa^2",
@@ -281,6 +283,7 @@ KIND_STATISTICS = {
     "change": ("change",),
     "attention": ("logit_max",),
     "entropy": ("entropy",),  # of attention
+    "sink": ("sink_share",),
     "bounded": ("saturated", "saturated_bound", "peak_bound"),
     "tanh": ("flat", "peak"),
     "carried": ("carried_ratio",),

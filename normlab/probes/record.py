@@ -197,7 +197,7 @@ class Recorder:
             self._called(module, partial(self._leave_call, module), always=True)
         for block in self.sites.blocks:
             self._before(block.module, partial(self._block_in, block))
-            self._called(block.module, partial(self._block_out, block), always="attention" in kinds)
+            self._called(block.module, partial(self._block_out, block), always=measurer.watches_attention)
             for norm in dict.fromkeys((*block.norms, *block.inner_norms, *block.activations)):
                 self._before(norm, partial(self._norm_in, block))
                 self._called(norm, partial(self._norm_out, block, norm))
@@ -433,7 +433,7 @@ class Recorder:
         if not is_first:
             self._compare_with_last(trace, x, given)
         self._measurer.block_start(trace, x, is_first)
-        if "attention" in self._measurer.kinds:
+        if self._measurer.watches_attention:
             call.watch = AttentionWatch()
             call.watch.__enter__()
         return replaced

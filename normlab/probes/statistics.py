@@ -410,12 +410,14 @@ class _Scores:
             and without it.
         latest: what came of them. It may have further columns, such as a learned sink's.
         first: the column of the first key in it.
+        beside: the further columns, as they were joined to it.
         is_known: no step came that `scores` cannot follow.
     """
 
     def __init__(self, product: Tensor):
         self.scores = self.latest = product
         self.first = 0
+        self.beside: list[Tensor] = []
         self.is_known = True
         self._is_shifted = False
 
@@ -439,6 +441,7 @@ class _Scores:
         place = next((i for i, part in enumerate(parts) if part is self.latest), None)
         if place is not None and result.shape[:-1] == self.latest.shape[:-1]:
             self.first += sum(part.shape[-1] for part in parts[:place])
+            self.beside += [part for part in parts if part is not self.latest]
             self.latest = result
 
     def _step(self, func: Any, args: tuple, result: Tensor) -> None:
@@ -461,6 +464,8 @@ class AttentionWatch(TorchFunctionMode):
 
     Attributes:
         knows_size: the scores themselves are known, not only up to a number per row.
+        beside: (batch, heads, queries), what the softmax gives to columns that are no keys; None without such columns.
+        no_sink: why they are not a learned sink's; empty if they are. A sink's score is the same for every query.
         why: what went wrong with the statistics.
     """
 
@@ -473,6 +478,8 @@ class AttentionWatch(TorchFunctionMode):
         self.scores: Tensor | None = None
         self.shape: tuple[int, int] = (0, 0)  # batch, queries
         self.knows_size = True
+        self.beside: Tensor | None = None
+        self.no_sink = "no learned sink takes part in its softmax"
         self.why = ""
         self._seen: _Scores | None = None
 
@@ -502,14 +509,16 @@ class AttentionWatch(TorchFunctionMode):
         seen = self._seen if self._seen is not None and self._seen.latest is x else None
         if seen is None:
             self.knows_size = bool((x.amax(-1) != 0).any())
+            self.no_sink = "no product of query and key was seen, so keys cannot be told from a learned sink"
             return x.float()
         self.knows_size = seen.is_known
         keys = x[..., seen.keys]
-        self.note_share(x, keys)
+        if keys.shape != x.shape:
+            rest = torch.cat([x[..., : seen.keys.start], x[..., seen.keys.stop :]], -1)
+            self.beside = (rest.float().logsumexp(-1) - x.float().logsumexp(-1)).exp()
+            is_sink = all(bool((part == part[..., :1, :]).all()) for part in seen.beside)
+            self.no_sink = "" if is_sink else "its softmax has columns that are neither keys nor a learned sink's"
         return (seen.scores.reshape(keys.shape) if seen.is_known else keys).float()
-
-    def note_share(self, x: Tensor, keys: Tensor) -> None:
-        """Take note of what enters the softmax and of the keys' part of it."""
 
     def _keep(self, like: Tensor, chunks: Callable[[], Iterable[Tensor]]) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,12 +35,15 @@ class FoundTokens:
 
     `rule` says in words what was looked for. `nearest` is what comes nearest to it, found or not, or exceeds it most;
     None if no token could be judged.
+
+    `learned`, of `attention_sinks`: what a learned sink takes, which is no token. None in a model without one.
     """
 
     table: pandas.DataFrame
     mask: Tensor
     rule: str
     nearest: dict[str, Any] | None
+    learned: pandas.DataFrame | None = None
 
 
 @torch.no_grad()
@@ -91,23 +94,27 @@ def attention_sinks(
 
     A token is a sink of a head if its mean attention over the queries that may see it exceeds `threshold` (the paper's
     is 0.3). Tokens that fewer than `queries` may see are not judged. Padding is not counted. What a learned sink takes
-    is in no token's attention.
+    is in no token's attention. `learned` has it, by the same measure.
 
     Returns:
         Columns `layer row position heads weight first_layer last_layer`: the share of heads whose sink the token is,
         and its attention averaged over all heads. The paper's measure of a token is `heads` averaged over all layers.
-        `nearest` has the columns `layer row position head weight`: the most that one head gives to a token.
+        `nearest` has the columns `layer row position head weight`: the most that one head gives to a token. `learned`
+        has the columns `layer heads weight`, a row for each layer with a learned sink (GPT-OSS).
 
     Raises:
         NormlabError: no attention was seen, as in code that is neither `scaled_dot_product_attention` nor a softmax; or
             none over the tokens alone, as with a prefix.
     """
+    import pandas
+
     runner = Runner(model, [batch], False, "attention sinks")
     (batch,) = runner
     rows: list[tuple] = []
     kept: list[Tensor] = []
     layers: list[int] = []
     others: list[str] = []  # shapes of attention that is not over the tokens
+    learned: list[tuple[int, float, float]] = []
     watch = _KeyWatch()
     nearest = _Nearest(["layer", "row", "position", "head", "weight"])
 
@@ -121,8 +128,14 @@ def attention_sinks(
             watch.forget()
             return
         layers.append(layer)
+        share: Tensor | float = 1.0
+        if watch.beside is not None:
+            share = (1 - watch.beside)[..., None]
+            if not watch.no_sink and tokens.sum() >= queries:
+                mean = torch.where(tokens[:, None], watch.beside, 0).sum((0, 2)) / tokens.sum()  # by head
+                learned.append((layer, float((mean > threshold).float().mean()), float(mean.mean())))
         seen = (scores > HIDDEN) & tokens[:, None, :, None]  # (batch, heads, queries, keys)
-        weight = torch.where(seen, scores.softmax(-1) * watch.share, 0).sum(-2) / seen.sum(-2).clamp(min=1)
+        weight = torch.where(seen, scores.softmax(-1) * share, 0).sum(-2) / seen.sum(-2).clamp(min=1)
         judged = (seen.sum(-2) >= queries) & tokens[:, None]  # (batch, heads, keys)
         sink = (weight > threshold) & judged
         for row, position in sink.any(1).nonzero().tolist():
@@ -141,24 +154,17 @@ def attention_sinks(
     if not layers:
         raise NormlabError("no attention was seen: it must be scaled_dot_product_attention or an explicit softmax")
     rule = f"a head's mean attention above {threshold:.12g}, over at least {queries} queries"
-    return _found(rows, ["layer", "row", "position", "heads", "weight"], 3, kept[0], rule, nearest)
+    found = _found(rows, ["layer", "row", "position", "heads", "weight"], 3, kept[0], rule, nearest)
+    return replace(found, learned=pandas.DataFrame(learned, columns=["layer", "heads", "weight"]) if learned else None)
 
 
 class _KeyWatch(AttentionWatch):
-    """Keeps the scores themselves, (batch, heads, queries, keys), and the keys' `share` of a row's attention."""
-
-    def forget(self) -> None:
-        super().forget()
-        self.share: Tensor | float = 1.0
+    """Keeps the scores themselves, (batch, heads, queries, keys)."""
 
     def reduce(self, chunks: Iterable[Tensor]) -> Tensor:
         parts = list(chunks)
         keys = max(part.shape[-1] for part in parts)
         return torch.cat([functional.pad(x, (0, keys - x.shape[-1]), value=-torch.inf) for x in parts], dim=-2)
-
-    def note_share(self, x: Tensor, keys: Tensor) -> None:
-        if keys.shape != x.shape:
-            self.share = (keys.float().logsumexp(-1) - x.float().logsumexp(-1)).exp()[..., None]
 
 
 class _Nearest:

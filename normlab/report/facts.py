@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from normlab.probes.tokens import FoundTokens
 from normlab.report.measure import Measured
 
 FOUND = {"massive_activations": "Massive activations", "attention_sinks": "Attention sinks"}  # by table
@@ -29,7 +30,7 @@ def stack_facts(one: Measured) -> list[str]:
     """Sentences on one stack; what was not measured has none."""
     table = one.values
     facts = [growth(table), step(table), _cheapest(one)]
-    facts.append(" ".join(_tokens(one, name) for name in FOUND if name in one.found))
+    facts.append(" ".join(_tokens(one, name) + _learned(one.found[name]) for name in FOUND if name in one.found))
     return [fact for fact in facts if fact]
 
 
@@ -112,6 +113,14 @@ def _tokens(one: Measured, name: str) -> str:
     return f"{title}: none ({found.rule}); the nearest is {amount}, {where}."
 
 
+def _learned(found: FoundTokens) -> str:
+    """What a learned sink takes, where there is one."""
+    if found.learned is None:
+        return ""
+    most = found.learned.loc[found.learned["weight"].idxmax()]
+    return f" The learned sink takes at most {number(most['weight'])} of the attention, in layer {most['layer']:.0f}."
+
+
 def _amount(row: Mapping[str, Any], of_attention: str) -> str:
     if "value" in row:
         return f"|h| = {number(abs(row['value']))}, {number(row['ratio'])} times the median"
@@ -138,7 +147,8 @@ def left_out(one: Measured) -> list[tuple[str, str]]:
         layers.setdefault((site, why), []).append(layer)
     whose = [(f"{site} of layer {_listed(n)}", why) for (site, why), n in layers.items() if site != "tokens"]
     tokens = [(f"tokens {', '.join(n)}", why) for (site, why), n in layers.items() if site == "tokens"]
-    metrics = [(metric, "do not apply") for metric in one.stats.absent]
+    known = {site for site, _ in layers}
+    metrics = [(metric, "do not apply") for metric in one.stats.absent if metric not in known]
     return [*one.left_out.items(), *whose, *tokens, *metrics]
 
 

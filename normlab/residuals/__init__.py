@@ -8,6 +8,8 @@ Scaled                   keep x + add f, two constants: DeepNorm, Keel, Complete
 NormalizedInput          keep r + f(r), r the normalized x: MiniMax-01
 LearnedScale             x + a f, a scalar or one number per channel: LayerScale, SkipInit, Fixup
 Gated                    sqrt(1 - s^2) x + s f: residual gate
+Mixed                    sqrt(1 - b/L) x + sqrt(b/L) f: norm-preserving residual mixing
+ScaledSum                a (x + f), a scalar: layer scalar
 GradientPreserving       x + f, scaled down without scaling the gradients: GPAS
 Progressive              x + a(t) f, switched on layer by layer: ProRes
 BlockInput               Post-LN with the block's input added once more: B2T

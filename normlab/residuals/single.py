@@ -190,6 +190,54 @@ class Gated(Residual):
         return norm(keep.to(state.dtype) * state + s.to(state.dtype) * branch)
 
 
+class Mixed(Residual):
+    """``norm(sqrt(1 - b/L) * x + sqrt(b/L) * f)`` with ``b = softplus(logit)``.
+
+    Where x and f are uncorrelated and equally large, so is the sum. ``logit`` ``(1,)`` starts at 0, so b starts at
+    log 2. b/L is at most 0.999.
+
+    Args:
+        depth: L, blocks of the model.
+
+    Source: marin's norm-preserving learned residual mixing (marin-community/marin#8860). It caps b "just below L"; the
+    number is ours.
+    """
+
+    operations = 3.0
+    most = 0.999
+    logit: nn.Parameter
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+        self.add_parameter("logit", 1, 0.0)
+
+    def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
+        share = (F.softplus(self.logit.float()) / self.depth).clamp(max=self.most)
+        return norm((1 - share).sqrt().to(state.dtype) * state + share.sqrt().to(state.dtype) * branch)
+
+    def extra_repr(self) -> str:
+        return f"depth={self.depth}"
+
+
+class ScaledSum(Residual):
+    """``a * norm(x + f)`` with one scalar a = ``scale`` ``(1,)`` from 1: it acts on the stream, not on the branch.
+
+    Source: ``layer_scalar`` of Gemma 4, as in transformers. There a comes with a checkpoint and is not trained. From 1
+    it would stay 1, so here it is.
+    """
+
+    operations = 2.0
+    scale: nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_parameter("scale", 1, 1.0)
+
+    def join(self, state: Tensor, branch: Tensor, norm: Map, read: Tensor) -> Tensor:
+        return self.scale * norm(state + branch)
+
+
 class Delta(Residual):
     """``norm(x + beta * k (v - k.x))``: x's part along the branch's direction ``k = f/||f||`` is moved to v.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from normlab.norms import BHyT, Derf, DyT, GatedNorm, NoNorm, Norm, RMSNorm, TaperNorm
 from normlab.residuals import Residual
-from normlab.residuals.single import LearnedScale, NormalizedInput, Scaled
+from normlab.residuals.single import LearnedScale, NormalizedInput, Scaled, ScaledSum
 from normlab.residuals.streams import (
     DepthAttention,
     EmbeddingMix,
@@ -189,6 +189,11 @@ def layer_scale(sublayer: Sublayer) -> Residual:
     """One factor per channel from 0.1 up to 18 layers, 1e-5 up to 24, and 1e-6 beyond (2103.17239)."""
     start = next(start for deepest, start in ((18, 0.1), (24, 1e-5), (math.inf, 1e-6)) if sublayer.depth <= deepest)
     return LearnedScale(sublayer.width, start)
+
+
+def layer_scalar(sublayer: Sublayer) -> Residual:
+    """One scalar per block, on its output (Gemma 4's code)."""
+    return ScaledSum() if sublayer.part == "mlp" else Residual()
 
 
 def normalized_input(sublayer: Sublayer) -> Residual:

@@ -200,6 +200,7 @@ class Scheme:
         residual: builds a sublayer's residual rule. None: plain addition.
         shares_residual: a block's attention and MLP share one rule.
         leave: makes one stream of several, before the final norm. None: there is one.
+        loops: the first block's attention and MLP are those of all blocks; norms and residual rules are not.
         branches, ends: changes inside the branches, and before and after the blocks.
         carried: statistics that the MLP site may use instead of the exact one, the default first.
         init: standard deviation of a block's matrix, by its name ("v_proj" ...). None: ``initializer_range``.
@@ -228,6 +229,7 @@ class Scheme:
     residual: Callable[[Sublayer], Residual] | None = None
     shares_residual: bool = False
     leave: Callable[[Any], Residual] | None = None
+    loops: bool = False
     branches: Branches = Branches()
     ends: Ends = Ends()
     carried: tuple[str, ...] = ()
@@ -248,7 +250,8 @@ class Scheme:
     @property
     def changes_blocks_only(self) -> bool:
         """True if only norms and sums of the blocks differ from Llama, so that an existing model can be converted."""
-        return self.ends == Ends() and self.branches == Branches() and self.leave is None and self.after_step is None
+        whole = self.loops or self.leave is not None or self.after_step is not None
+        return self.ends == Ends() and self.branches == Branches() and not whole
 
     def layout_at(self, layer: int, config: Any) -> Layout:
         """Layout of block ``layer`` (1..L)."""

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from normlab.errors import NormlabError, without_bars
+from normlab.schemes import get_scheme
 from normlab.training import require_training
 
 if TYPE_CHECKING:
@@ -208,8 +209,9 @@ def shard(model: NormlabForCausalLM, device: torch.device) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh)
+    if not get_scheme(model.config.scheme).loops:  # a parameter of several blocks belongs to one group: the model's
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 

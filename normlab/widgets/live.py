@@ -81,6 +81,8 @@ def model_spec(model: Any) -> dict[str, Any]:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if type(model.lm_head) is not nn.Linear or any(layer.bias is not None for layer in linears):
         _refuse(model, "biases, or a head that is no matrix")
+    if len({layer.weight for layer in linears}) < len(linears):
+        _refuse(model, "blocks that share their matrices")
     if config.hidden_act != "silu":
         _refuse(model, f"the activation {config.hidden_act}")
     if getattr(config, "norms_folded", False) or config.rope_parameters["rope_type"] != "default":

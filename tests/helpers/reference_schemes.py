@@ -149,8 +149,9 @@ class Model:
         """(layer from 1, part, f without norms, the two norms' names in Pre-LN) in order."""
         for layer in range(1, self.depth + 1):
             name = f"model.layers.{layer - 1}"
-            yield layer, "attn", lambda x, n=name: self.attention(x, f"{n}.self_attn"), name
-            yield layer, "mlp", lambda x, n=name: self.mlp(x, f"{n}.mlp"), name
+            of = "model.layers.0" if self.scheme == "looped" else name
+            yield layer, "attn", lambda x, n=of: self.attention(x, f"{n}.self_attn"), name
+            yield layer, "mlp", lambda x, n=of: self.mlp(x, f"{n}.mlp"), name
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------
@@ -317,6 +318,17 @@ def residual_gate(m, x, f, name, part, layer):
     return torch.sqrt(torch.clamp(1 - s * s, min=1e-3)) * x + s * m.norm(y, f"{name}.{OUT[part]}")
 
 
+def residual_mix(m, x, f, name, part, layer):
+    """One b per block, b = log(1 + e^t)."""
+    b = torch.log1p(torch.exp(m.get(f"{name}.residual.logit")))
+    return (torch.sqrt(m.depth - b) * x + torch.sqrt(b) * f(m.norm(x, f"{name}.{PRE[part]}"))) / math.sqrt(m.depth)
+
+
+def layer_scalar(m, x, f, name, part, layer):
+    total = peri(m, x, f, name, part, layer)
+    return m.get(f"{name}.mlp_residual.scale") * total if part == "mlp" else total
+
+
 def minimax(m, x, f, name, part, layer):
     r = m.norm(x, f"{name}.{PRE[part]}")
     return (2 * m.depth) ** 0.25 * r + f(r)
@@ -362,6 +374,8 @@ JOINS = {
     "beam": beam,
     "none": none,
     "residual_gate": residual_gate,
+    "residual_mix": residual_mix,
+    "layer_scalar": layer_scalar,
     "minimax": minimax,
     "deep_delta": deep_delta,
     "dssn": peri,

@@ -275,14 +275,15 @@ def _scheme(name: str) -> Json:
 
 
 def _tensors(module: nn.Module, decayed: set[str] | frozenset[str] = frozenset()) -> Json:
-    trained = {key for key, p in module.named_parameters() if p.requires_grad}
-    return {key: _tensor(value, key in trained, key in decayed) for key, value in module.state_dict().items()}
+    own = {key for key, p in module.named_parameters() if p.requires_grad}
+    shared = {key for key, p in module.named_parameters(remove_duplicate=False) if p.requires_grad} - own
+    roles = dict.fromkeys(own, "") | dict.fromkeys(shared, " shared") | dict.fromkeys(decayed, " decayed")
+    return {key: _tensor(value) + roles.get(key, " buffer") for key, value in module.state_dict().items()}
 
 
-def _tensor(value: Tensor, trained: bool, decayed: bool) -> str:
+def _tensor(value: Tensor) -> str:
     shape = "x".join(map(str, value.shape)) or "scalar"
-    kind = "" if value.dtype == torch.float32 else f" {value.dtype}".replace("torch.", "")
-    return shape + kind + ("" if trained else " buffer") + (" decayed" if decayed else "")
+    return shape + ("" if value.dtype == torch.float32 else f" {value.dtype}".replace("torch.", ""))
 
 
 # --- architectures ---

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GptOssConfig, GptOssForCausalLM
 
+from normlab import NormlabError
 from normlab.probes import attention_sinks, record, statistics
 
 # (batch, heads, tokens, d_head)
@@ -38,6 +40,11 @@ def late_mask(query: Tensor, key: Tensor) -> Tensor:
     return scores + torch.cat([torch.zeros(9, 1), HIDDEN], -1)
 
 
+def copied(query: Tensor, key: Tensor) -> Tensor:
+    scores = scored(query, key)
+    return torch.cat([scores, scores[..., :1]], -1)
+
+
 WAYS = {
     "plain": scored,
     "einsum": summed,
@@ -46,6 +53,7 @@ WAYS = {
     "sink": lambda q, k: torch.cat([scored(q, k), SINK], -1),
     "sink, shifted": lambda q, k: shifted(torch.cat([scored(q, k), SINK], -1)).to(torch.float32),
     "sink in front, masked late": late_mask,
+    "a key's copy": copied,
     "shifted in place": lambda q, k: shifted_in_place(scored(q, k)),
     "masked after the shift": lambda q, k: shifted((q @ k.mT) * 8**-0.5) + HIDDEN,
     "product unseen, shifted": lambda q, k: shifted((q[..., None, :] * k[..., None, :, :]).sum(-1) * 8**-0.5 + HIDDEN),
@@ -88,3 +96,69 @@ def test_a_learned_sink_takes_its_share_and_an_unknown_size_is_named(way):
     with record(model, ["attention_logit_max", "rms"]) as rec, torch.no_grad():
         model(x)
     assert ("attention_logit_max 1" in rec.stats().manifest["absent"]) == (way in UNKNOWN)
+
+
+NO_SINK = "no learned sink takes part in its softmax"
+NONE = {
+    "plain": NO_SINK,
+    "shifted in place": NO_SINK,
+    "a key's copy": "its softmax has columns that are neither keys nor a learned sink's",
+    "product unseen, shifted": "no product of query and key was seen, so keys cannot be told from a learned sink",
+}
+
+
+@pytest.mark.parametrize("way", ["sink", "sink, shifted", "sink in front, masked late", *NONE])
+def test_a_sinks_share_is_what_the_softmax_gives_its_column_or_absent_with_the_reason(way):
+    model, x = nn.Sequential(Attention(way), Attention(way)).eval(), torch.randn(2, 9, 24)
+    with record(model, ["sink_share", "attention_entropy"]) as rec, torch.no_grad():
+        model(x)
+    stats = rec.stats()
+    if way in NONE:
+        assert stats.absent == ("sink_share",) and stats.manifest["absent"]["sink_share 2"] == NONE[way]
+        return
+    share = torch.cat([scored(QUERY, KEY), SINK], -1).double().softmax(-1)[..., 9].mean()
+    found = stats.to_pandas().query("metric == 'sink_share' and site == 'attn' and mask == 'all'")
+    assert found["layer"].tolist() == [1, 2] and found["value"].tolist() == pytest.approx([float(share)] * 2, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss() -> nn.Module:
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=16, head_dim=8, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, initializer_range=0.3, pad_token_id=0,
+        layer_types=["full_attention"] * 2, attn_implementation="eager",
+    )  # fmt: skip
+    model = GptOssForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.sinks += torch.linspace(0, 3, 4)
+    return model
+
+
+def test_gpt_oss_has_the_share_that_its_weights_leave_to_the_sink(gpt_oss):
+    """Its attention weights are those of the keys: what is missing to 1 is the sink's."""
+    ids = torch.randint(1, 61, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    with torch.no_grad():
+        weights = gpt_oss(ids, attention_mask=mask, output_attentions=True).attentions
+        with record(gpt_oss, ["sink_share"]) as rec:
+            gpt_oss(ids, attention_mask=mask)
+    table, real = rec.stats().to_pandas().query("mask == 'all'").set_index("layer")["value"], mask.bool()
+    batch = {"input_ids": ids, "attention_mask": mask}
+    found = attention_sinks(gpt_oss, batch, threshold=0.15, queries=4)
+    assert found.learned["layer"].tolist() == [1, 2]
+    for row, layer in zip(found.learned.itertuples(), weights, strict=True):
+        left = (1 - layer.double().sum(-1)).transpose(1, 2)[real].mean(0)  # by head
+        assert [table[row.layer], row.weight] == pytest.approx([float(left.mean())] * 2, rel=1e-5)
+        assert row.heads == float((left > 0.15).double().mean())
+    assert 0 == found.learned["heads"].min() < found.learned["heads"].max() < 1
+    assert attention_sinks(nn.Sequential(Attention("plain")).eval(), {"input": torch.randn(2, 9, 24)}).learned is None
+
+
+def test_a_model_without_a_sink_has_no_share_to_record():
+    model = nn.Sequential(Attention("plain"), Attention("plain")).eval()
+    with record(model, ["sink_share"]) as rec, torch.no_grad():
+        model(torch.randn(2, 9, 24))
+    with pytest.raises(NormlabError, match=f"nothing could be measured: {NO_SINK}"):
+        rec.stats()

@@ -67,7 +67,8 @@ def test_a_saved_model_and_a_text_give_tables_and_a_page_that_fetches_nothing(pr
     assert {"token_l2_mean", "grad_l2_mean", "attention_entropy", "update_effective_rank"} <= set(table["metric"])
     page = (folder / "report.html").read_text()
     assert page.count("Plotly.newPlot(") == page.count('"showSendToCloud": false') > 0  # no button that uploads
-    assert "skip_delta_loss" in page and "Left out: saturation, " in page and "tanh_input_max, " in page
+    assert "skip_delta_loss" in page and "tanh_input_max, " in page
+    assert "Left out: sink_share of layer 1-3: no learned sink takes part in its softmax; saturation, " in page
     assert len(page) < 1_000_000 and page.count("<script src=") == page.count('<script src="plotly.min.js">') == 1
     assert (folder / "plotly.min.js").stat().st_size > 1_000_000 and "simple_white" not in page
     skipped = pandas.read_csv(folder / "skip_sensitivity.csv")
@@ -162,6 +163,20 @@ def test_massive_activations_and_sinks_are_named_by_their_tokens(saved, tmp_path
     assert "Massive activations: 4 tokens of the first batch, “&lt;mask&gt;” at position 2, 10, 18 ...; " in page
     assert "<td>&lt;mask&gt;</td>" in page and "<mask>" not in page
     assert "In the first batch: |h| above 100 and above 1,000 times the layer&#x27;s median of |h|" in page
+
+
+def test_a_learned_sink_is_named_as_one(saved, tmp_path):
+    shape = dict(ENCODER, num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    model = hf.GptOssForCausalLM(hf.GptOssConfig(**shape, pad_token_id=0, attn_implementation="eager"))
+    for layer, most in zip(model.model.layers, (0.0, 20.0), strict=True):
+        layer.self_attn.sinks.data.fill_(most)
+    reader = hf.AutoTokenizer.from_pretrained(saved)
+    probe_report(model, saved / "text.txt", tokenizer=reader, out=tmp_path, **{**SHAPE, "length": 32, "rows": 1})
+    page = (tmp_path / "report.html").read_text()
+    assert "Attention sinks: none (" in page
+    assert "The learned sink takes at most 1 of the attention, in layer 2." in page
+    table = pandas.read_csv(tmp_path / "table.csv").query("metric == 'sink_share' and mask == 'all'").set_index("layer")
+    assert 0 < table.loc[1, "value"] < 0.5 and table.loc[2, "value"] == pytest.approx(1, abs=1e-6)
 
 
 def test_lines_of_our_models_have_the_colour_of_their_scheme():

@@ -1,8 +1,11 @@
 """Schemes that start as another scheme, or at a formula that is known."""
 
+import copy
+import re
+
 import pytest
 import torch
-from model_helpers import assert_bits, assert_near, fresh_model, tokens
+from model_helpers import assert_bits, assert_near, fresh_model, optimizer_of, tokens
 
 
 def same_function(scheme: str, other: str, change, relative: float = 1e-5, **fields) -> None:
@@ -70,6 +73,39 @@ def test_what_streams_are_read_and_mixed_by_can_move_from_its_start():
 @pytest.mark.parametrize("scheme", ["gpas", "hyper_connections", "scalenorm", "seednorm", "tapernorm"])
 def test_a_scheme_that_starts_as_pre_ln(scheme):
     same_function(scheme, "pre_rmsnorm", keep, rms_norm_eps=1e-12 if scheme == "hyper_connections" else 3e-5)
+
+
+def test_pre_ln_without_gains_is_pre_ln_at_the_start_and_trains_none():
+    same_function("pre_rmsnorm_fixed", "pre_rmsnorm", keep)
+    assert all(tensor.dim() == 2 for tensor in fresh_model("pre_rmsnorm_fixed").parameters())
+
+
+def test_a_layer_scalar_starts_as_peri_ln_and_scales_what_a_block_gives():
+    same_function("layer_scalar", "peri_ln", keep, 1e-6)
+    model, ids = fresh_model("layer_scalar"), tokens()
+    before = model(ids, output_hidden_states=True).hidden_states[1]
+    with torch.no_grad():
+        model.model.layers[0].mlp_residual.scale.fill_(0.5)
+    assert_bits(model(ids, output_hidden_states=True).hidden_states[1], 0.5 * before)
+
+
+def test_a_looped_model_is_pre_ln_whose_blocks_share_their_matrices(tmp_path):
+    same_function("looped", "pre_rmsnorm", keep)
+    model, ids = fresh_model("looped"), tokens()
+    plain = fresh_model("pre_rmsnorm").state_dict()
+    for name, tensor in model.state_dict().items():  # the first block's, as drawn in any scheme
+        first = re.sub(r"layers\.\d+", "layers.0", name)
+        assert_bits(tensor, plain[first if tensor.dim() == 2 else name], name)
+    model.train()(ids, labels=ids).loss.backward()
+    optimizer_of(model, 1e-2).step()
+    model.save_pretrained(tmp_path)
+    for trained in (model, copy.deepcopy(model), type(model).from_pretrained(tmp_path)):
+        first, *later = (layer.state_dict() for layer in trained.model.layers)
+        for block in later:
+            for name, tensor in block.items():
+                assert torch.equal(tensor, first[name]) == ("norm" not in name), name
+        assert len(list(trained.parameters())) == 1 + 7 + 2 * 3 + 2  # embeddings, a block, norms, final norm and head
+        assert_bits(trained.eval()(ids).logits, model.eval()(ids).logits)
 
 
 def test_a_gatednorm_starts_as_half_of_rmsnorm():

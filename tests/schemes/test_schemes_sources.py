@@ -97,6 +97,19 @@ def test_beams_weights_are_those_of_its_code():
             assert torch.allclose(rule.join(x, f, lambda y: y, x), beam.depth_scaled_residual_add(f, x, count))
 
 
+def test_residual_mixing_keeps_the_squares_sum_and_stays_below_one():
+    """marin#8860: b = softplus(0) = log 2 over the number of blocks, one for both sums of a block, capped below L."""
+    for layer in fresh_model("residual_mix").model.layers:
+        one = torch.ones(1)
+        keep, add = (layer.residual.join(*pair, lambda y: y, one).item() for pair in ((one, 0 * one), (0 * one, one)))
+        assert (keep**2, add**2) == pytest.approx((1 - math.log(2) / 3, math.log(2) / 3))
+        with torch.no_grad():
+            layer.residual.logit.fill_(50.0)
+        joined = layer.residual.join(one, 0 * one, lambda y: y, one)
+        assert joined.item() == pytest.approx(0.001**0.5, rel=1e-3)
+        assert torch.autograd.grad(joined, layer.residual.logit)[0].isfinite()
+
+
 def test_every_matrix_that_no_rule_sets_starts_at_the_configurations_spread():
     for scheme in ("pre_rmsnorm", "bhyt", "gatednorm"):
         narrow, wide = (fresh_model(scheme, initializer_range=std).state_dict() for std in (0.02, 0.06))

@@ -52,6 +52,13 @@ def test_a_split_model_goes_on_with_another_number_of_ranks(compiled, config, al
     assert list(tmp_path.iterdir()) == [run.path]
 
 
+@pytest.mark.slow
+def test_a_model_whose_blocks_share_parameters_is_split_as_one(config, go, cache, tmp_path):
+    config = dataclasses.replace(config, scheme="looped", probe_also="", steps=20, probe_every=10, eval_every=10)
+    finish(config, tmp_path, cache)
+    assert_same(runs.read_run(tmp_path / config.run_id), go(config, tmp_path / "alone"))
+
+
 class _Trainer(Trainer):
     """Anyone's, of a model that is split already."""
 

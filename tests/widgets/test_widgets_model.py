@@ -147,7 +147,7 @@ def test_random_changes_of_the_shipped_models(page, name, count):
     assert agrees(found)
 
 
-@pytest.mark.parametrize("scheme", ["hyper_connections", "seednorm", "ngpt"])
+@pytest.mark.parametrize("scheme", ["hyper_connections", "seednorm", "ngpt", "looped"])
 def test_another_scheme_gets_one_line(scheme):
     with pytest.raises(NormlabError, match=f"the page does not compute {scheme}"):
         model_spec(tiny(scheme))
