@@ -634,6 +634,7 @@ class Recorder:
                 "rec.backward(loss), of a loss that depends on them"
             )
         moments, arrays = self._accumulator.results()
+        moments = moments[~self._is_of_some_passes(moments)]
         if "mask no_first" not in self.absent:
             for site, layer, mask in self._accumulator.without_tokens():
                 self.absent[f"{site} {layer}, {mask}"] = "no token counted: all are padding, or the first of their row"
@@ -643,6 +644,12 @@ class Recorder:
         if self._has_gradients:
             details["loss_tokens"] = float(self._loss_labels)
         return LayerStats(moments, names, details, step, arrays)
+
+    def _is_of_some_passes(self, moments: pandas.DataFrame) -> pandas.Series:
+        """Which gradients lack the passes that a checkpoint repeated on an input that did not tell which pass it was."""
+        lost = [block.index for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
+        sites = [f"{kind}_norm_in_grad" for kind in ("attn", "cross", "mixer", "mlp")]
+        return moments["layer"].isin(lost) & moments["site"].isin(sites)
 
     def _forget(self) -> None:
         """Drop what was recorded so far."""

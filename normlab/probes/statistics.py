@@ -455,6 +455,9 @@ class _Scores:
         self.latest = result
 
 
+NO_SINK = "no learned sink takes part in its softmax"
+
+
 class AttentionWatch(TorchFunctionMode):
     """While active, keeps the statistics of the first attention call: `scores`, (2, batch x queries), or None.
 
@@ -479,7 +482,7 @@ class AttentionWatch(TorchFunctionMode):
         self.shape: tuple[int, int] = (0, 0)  # batch, queries
         self.knows_size = True
         self.beside: Tensor | None = None
-        self.no_sink = "no learned sink takes part in its softmax"
+        self.no_sink = NO_SINK
         self.why = ""
         self._seen: _Scores | None = None
 

@@ -198,3 +198,28 @@ def test_gradients_are_kept_only_as_long_as_a_retained_graph_lives(is_retained):
         assert vectors() == (held + 2 * len(model.layers) if is_retained else 2)
     del a, b, model.middle
     assert vectors() == before and values(rec.stats())
+
+
+class Apart(Text):
+    """What a checkpoint returns is no block's output, so only the input's address tells which pass is repeated."""
+
+    def forward(self, h):
+        for block in self.layers:
+            h = checkpoint(block, h, use_reentrant=True) * 2 if self.is_checkpointed else block(h) * 2
+        return h
+
+
+def test_of_two_passes_with_one_input_a_checkpoint_repeats_the_one_that_was_not_repeated_or_neither_counts():
+    found = []
+    for is_checkpointed in (False, True):
+        model, x = Apart(is_checkpointed), torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(1))
+        x.requires_grad_()
+        with normlab.record(model, METRICS, loss_tokens=1) as rec:
+            first = model(x)
+            first.square().sum().backward(retain_graph=True)
+            model(x).logsumexp(-1).sum().backward()
+        found.append(values(rec.stats()))
+    assert found[1] == near({place: value for place, value in found[0].items() if place in found[1]})
+    lost = {place for place in found[0] if place not in found[1]}
+    assert {place[:2] for place in lost} == {("attn_norm_in_grad", 1), ("mlp_norm_in_grad", 1)}
+    assert "a checkpoint repeats it" in rec.stats().manifest["absent"]["gradients in layers.0"]

@@ -7,6 +7,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from normlab import NormlabError
 from normlab.probes import attention_sinks, record, statistics
+from normlab.probes.statistics import NO_SINK
 
 # (batch, heads, tokens, d_head)
 QUERY, KEY = 6 * torch.randn(2, 2, 3, 9, 8, generator=torch.Generator().manual_seed(0))
@@ -98,7 +99,6 @@ def test_a_learned_sink_takes_its_share_and_an_unknown_size_is_named(way):
     assert ("attention_logit_max 1" in rec.stats().manifest["absent"]) == (way in UNKNOWN)
 
 
-NO_SINK = "no learned sink takes part in its softmax"
 NONE = {
     "plain": NO_SINK,
     "shifted in place": NO_SINK,
