@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from normlab.probes.metrics import MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Sites, sites
 from normlab.probes.statistics import AttentionWatch, Routing, mixers_of, routing_of
 from normlab.probes.stats import LayerStats, manifest
+
+if TYPE_CHECKING:
+    import pandas
 
 
 def record(
@@ -646,7 +649,7 @@ class Recorder:
         return LayerStats(moments, names, details, step, arrays)
 
     def _is_of_some_passes(self, moments: pandas.DataFrame) -> pandas.Series:
-        """Which gradients lack the passes that a checkpoint repeated on an input that did not tell which pass it was."""
+        """Which gradients lack passes: a checkpoint repeated a block, and its input did not tell in which pass."""
         lost = [block.index for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
         sites = [f"{kind}_norm_in_grad" for kind in ("attn", "cross", "mixer", "mlp")]
         return moments["layer"].isin(lost) & moments["site"].isin(sites)
