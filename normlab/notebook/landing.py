@@ -131,7 +131,7 @@ def write_index(folder: str | Path, executed: Sequence[str | Path], runs: str | 
         (title, claim), picture = claim_of(notebook), picture_of(notebook)
         entry = {"page": f"{path.stem}.html", "title": title or path.stem, "sentence": sentence_of(claim)}
         if heading := heading_of(notebook):
-            drawn = {} if picture is None else {"picture": _picture(picture)}
+            drawn = {} if picture is None else {"picture": card_picture(picture)}
             cards.append(entry | {"title": heading} | drawn)
         else:
             links.append(entry)
@@ -149,8 +149,9 @@ def write_index(folder: str | Path, executed: Sequence[str | Path], runs: str | 
     return folder / "index.html"
 
 
-def _picture(figure: go.Figure) -> dict[str, Any]:
+def card_picture(figure: go.Figure) -> dict[str, Any]:
     """A figure for a card: its title, and its drawing for a light and for a dark page."""
-    title = re.sub(r"<br>.*|<[^>]*>", "", figure.layout.title.text or "", flags=re.DOTALL)
+    title = re.sub(r"<br><span.*", "", figure.layout.title.text or "", flags=re.DOTALL)  # of `theme.in_one`
+    title = re.sub(r"<[^>]*>", "", title.replace("<br>", " "))
     figure.update_layout(title=None, margin_t=48)
     return {"title": title} | {theme: json.loads(themed(figure, theme).to_json()) for theme in ("light", "dark")}

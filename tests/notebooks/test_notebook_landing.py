@@ -15,10 +15,10 @@ from notebook_helpers import NOTEBOOKS, PLOTLY, write_runs
 from normlab import load_runs
 from normlab.analysis import claims
 from normlab.errors import NormlabError
-from normlab.figures import layer_growth, loss_curves
+from normlab.figures import layer_growth, loss_curves, theme
 from normlab.notebook import landing
 from normlab.notebook.exporters import claim_of
-from normlab.notebook.landing import findings, picture_of, sentence_of, write_index
+from normlab.notebook.landing import card_picture, findings, picture_of, sentence_of, write_index
 from normlab.runs import MANIFEST
 
 
@@ -136,3 +136,12 @@ def test_the_index_leads_to_every_page_and_says_which_runs_a_sentence_is_of(tmp_
 def test_an_index_of_nothing_is_refused(tmp_path):
     with pytest.raises(NormlabError, match="no notebook has a page"):
         write_index(tmp_path, [], tmp_path)
+
+
+@pytest.mark.parametrize("is_one_text", [False, True])
+def test_a_card_has_the_whole_title_without_the_small_lines(is_one_text):
+    title = "L2 norm of a token after the last layer: 0.33 (BHyT) to 1.69 (Pre-LN, gain λ/κ) of Pre-LN's when trained"
+    figure = theme.titled(loss_curves(table()), title, "depth 4", 300)
+    if is_one_text:
+        figure.update_layout(title_text=theme.in_one(figure.layout.title.text, "depth 4"))
+    assert card_picture(figure)["title"] == title
