@@ -416,7 +416,7 @@ class Measurer:
         shape = (*watch.shape, 1)
         if "sink" in self.kinds and watch.beside is not None and not watch.no_sink:
             call.stage("sink", place, watch.beside.mean(1).reshape(1, -1), shape)
-        elif "sink" in self.kinds:
+        elif "sink" in self.kinds and watch.no_sink != statistics.NO_SINK:  # then the metric does not apply
             call.absent[f"sink_share {trace.layer}"] = watch.no_sink
         if "attention" not in self.kinds:
             return

@@ -13,7 +13,6 @@ from typing import Any
 
 import pandas as pd
 
-from normlab.probes.statistics import NO_SINK
 from normlab.probes.tokens import FoundTokens
 from normlab.report.measure import Measured
 
@@ -145,8 +144,7 @@ def left_out(one: Measured) -> list[tuple[str, str]]:
     layers: dict[tuple[str, str], list[str]] = {}
     for place, why in one.stats.manifest["absent"].items():
         site, _, layer = place.rpartition(" ")
-        if why != NO_SINK:  # few models have one
-            layers.setdefault((site, why), []).append(layer)
+        layers.setdefault((site, why), []).append(layer)
     whose = [(f"{site} of layer {_listed(n)}", why) for (site, why), n in layers.items() if site != "tokens"]
     tokens = [(f"tokens {', '.join(n)}", why) for (site, why), n in layers.items() if site == "tokens"]
     known = {site for site, _ in layers}
