@@ -68,12 +68,12 @@ class _Family:
 def check(path: str | Path) -> list[str]:
     """Return a line for each fault that a checkpoint's files show; none if they show no fault.
 
-    gains        where the family's norm multiplies by w, all are above 1 (stored as 1 + w?) or a fifth are below 0
-                 (as w - 1?). The same of 1 + w where its norm adds the 1. Or one is off by 1 from the other blocks'.
-    rows         of a matrix that are zero, or hold one number. Padding's row of an embedding may be zero.
-    values       that are not finite
-    ties         a head that differs from the embeddings that config.json ties it to
-    dtypes       matrices in several, or vectors of one name in several blocks. A quantized model may have several.
+        gains        where the family's norm multiplies by w, all are above 1 (stored as 1 + w?) or a fifth are below 0
+                     (as w - 1?). The same of 1 + w where its norm adds the 1. Or one is 1 away from other blocks'.
+        rows         of a matrix that are zero, or hold one number. Padding's row of an embedding may be zero.
+        values       that are not finite
+        ties         a head that differs from the embeddings that config.json ties it to
+        dtypes       matrices in several, or vectors of one name in several blocks. A quantized model may have several.
 
     Args:
         path: a .safetensors file, a folder of one or of its shards, or a model that comes with normlab.
