@@ -15,7 +15,7 @@ Intervals and verdicts are those of `normlab.analysis.verdicts`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from normlab.analysis.selection import (
     of_one_setting,
     title_of,
 )
-from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, differences, in_words, judged, means
+from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, bracketed, differences, in_words, judged, means
 from normlab.errors import NormlabError
 
 MOMENTS = (("before training", 0), ("after training", None))
@@ -327,9 +327,13 @@ def _with_interval(row: Any) -> str:
     """"x 0.30 [0.29, 0.31]" for a ratio, "+0.10 [+0.06, +0.13]" for a difference; nothing without a number."""
     if not math.isfinite(row.estimate):
         return ""
-    form = "{:.2f}" if row.kind == "ratio" else "{:+.3f}"
-    ends = "" if math.isnan(row.low) else f" [{form.format(row.low)},\N{NO-BREAK SPACE}{form.format(row.high)}]"
-    return ("x " if row.kind == "ratio" else "") + form.format(row.estimate) + ends
+    written = ("{:.2f}" if row.kind == "ratio" else "{:+.3f}").format
+    return ("x " if row.kind == "ratio" else "") + written(row.estimate) + _ends(row, written)
+
+
+def _ends(row: Any, written: Callable[[float], str]) -> str:
+    """An interval that no line break divides."""
+    return bracketed(row.low, row.high, written).replace(", ", ",\N{NO-BREAK SPACE}")
 
 
 def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
@@ -350,8 +354,7 @@ def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
     if "b" in rows:
         table["against"] = [title_of(name) for name in rows["b"]]
     table["ratio" if not sign else "difference"] = [number(value) for value in rows["estimate"]]
-    ends = [f"[{number(row.low)},\N{NO-BREAK SPACE}{number(row.high)}]" for row in rows.itertuples()]
-    table["95% interval"] = ["none" if math.isnan(low) else text for low, text in zip(rows["low"], ends, strict=True)]
+    table["95% interval"] = [_ends(row, number).strip() or "none" for row in rows.itertuples()]
     table["seeds"] = rows["seeds"]
     for name in more:
         table[name] = rows[name].round(3)

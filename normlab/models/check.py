@@ -133,10 +133,10 @@ def _family(folder: Path, names: list[str]) -> _Family:
         written, _ = transformers.PretrainedConfig.get_config_dict(folder)
         with loads_quietly(), of_its_files_size(folder, written), torch.device("meta"):
             config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
-            if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-                kind = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
-            model = kind(config)
+            build: Any = getattr(transformers, (config.architectures or [""])[0], None)
+            if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
+                build = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+            model = build(config)
     except NormlabError:
         raise
     except Exception:  # a class of its own, or a configuration that none can be built from

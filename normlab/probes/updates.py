@@ -20,7 +20,7 @@ def updates(where: Sites, optimizer: Any, step: int) -> tuple[list[tuple[Any, ..
     With m and v the moments after t steps, of all numbers of a block that were trained,
 
         m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)        v: the largest so far with amsgrad
-        update_ratio = |lr m' / (sqrt(v') + eps)| / |w|       w after the step; weight decay is no part of the update
+        update_ratio = |lr m' / (sqrt(v') + eps)| / |w|       w after the step, lr as it stands then, no weight decay
         first_moment = sqrt(mean m'^2), second_moment = sqrt(mean v')
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # in accelerate's wrapper

@@ -63,7 +63,7 @@ def carried(model: Any, tokens: Tensor) -> pd.DataFrame:
 
 
 def limits(shares: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
-    """What would break the bound, and how far this model is from it: `limit measured says`, one row per limit.
+    """What would break the bound, and how far this model is from it: one row per limit, with `measured` and `met`.
 
     Args:
         shares: of `saturation`; kappa 1 is left out, where the bound is 1.
