@@ -45,6 +45,7 @@ from normlab.probes import (
     METRICS,
     angular_distance,
     attention_sinks,
+    cheapest_branches,
     cheapest_spans,
     jacobian_identity,
     logit_lens_kl,
@@ -53,6 +54,7 @@ from normlab.probes import (
     skip_future_effect,
     skip_sensitivity,
     stacks,
+    void_tokens,
 )
 
 RELATIVE, ROUNDING = 1e-4, 1e-6
@@ -335,8 +337,26 @@ def _right_spans(subject: Subject) -> Right:
     chosen, measured = subject.oracle, subject.second
     for length in (1, 2):
         starts = range(1, len(chosen.blocks) - length + 2)
-        best = min(starts, key=lambda first: chosen.delta(first, length))
-        right[length, best] = (measured.delta(best, length), 5.0)
+        spans = {first: [("block", first + i) for i in range(length)] for first in starts}
+        best = min(starts, key=lambda first: chosen.delta(*spans[first]))
+        right[length, best] = (measured.delta(*spans[best]), 5.0)
+    return right
+
+
+def _drops(subject: Subject) -> dict[tuple, float]:
+    table = cheapest_branches(subject.where, subject.inputs, most=2, candidates=99, progress=False)
+    return {(r.dropped, r.part, r.layer): r.skip_delta_loss for r in table.itertuples()}
+
+
+def _right_drops(subject: Subject) -> Right:
+    right: Right = {}
+    left_out: list[tuple[str, int]] = []
+    for count in (1, 2):
+        others = [one for one in subject.oracle.branches_named if one not in left_out]
+        if len(others) < 2:
+            raise Unchecked("no two branches have names that are known here")
+        left_out.append(min(others, key=lambda one: subject.oracle.delta(*left_out, one)))
+        right[count, *left_out[-1]] = (subject.second.delta(*left_out), 5.0)
     return right
 
 
@@ -353,6 +373,11 @@ def _values(function: Callable, *columns: str, **options: Any) -> Callable[[Subj
 def _angles(subject: Subject) -> dict[tuple, float]:
     table = angular_distance(subject.where, subject.inputs[:1], progress=False)
     return {(i, j): float(table.loc[i, j]) for i in table.index for j in table.columns if i <= j}
+
+
+def _void(subject: Subject) -> dict[tuple, float]:
+    table = void_tokens(subject.where, subject.inputs[:1], progress=False)
+    return {(r.rule, r.layer): r.value for r in table.itertuples()}
 
 
 def _massive(subject: Subject) -> dict[tuple, float]:
@@ -385,6 +410,8 @@ FUNCTIONS = (
     _skip("mlp"),
     _skip("block", span=2),
     Function("cheapest spans", _right_spans, _spans),
+    Function("cheapest branches", _right_drops, _drops),
+    Function("void tokens", lambda s: s.oracle.void(), _void),
     Function("future effect", lambda s: s.oracle.future_effect(), _values(skip_future_effect, "skipped", "layer")),
     Function("angles", lambda s: s.oracle.angles(), _angles),
     Function("Jacobian", lambda s: s.oracle.jacobian(), _values(jacobian_identity, "layer", probes=PROBES)),
@@ -392,7 +419,7 @@ FUNCTIONS = (
     Function("massive", lambda s: s.oracle.massive(), _massive),
     Function("sinks", lambda s: s.oracle.sinks(), _sinks),
 )
-EXACT_PLACES = ("massive", "sinks", "cheapest spans")  # whose rows are what is found
+EXACT_PLACES = ("massive", "sinks", "cheapest spans", "cheapest branches")  # whose rows are what is found
 COLUMNS = ["class", "task", "form", *(function.name for function in FUNCTIONS), "error", "transformers"]
 
 

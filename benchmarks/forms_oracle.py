@@ -136,7 +136,7 @@ class Oracle:
         self.model, self.blocks, self.batch, self.counted = model, blocks, batch, counted.bool()
         first = (self.counted.cumsum(1) == 1) & self.counted
         self.masks = {"all": self.counted, "no_first": self.counted & ~first}
-        self._skipped: dict[tuple[str, int, int], Tensor] = {}
+        self._skipped: dict[tuple[tuple[str, int], ...], Tensor] = {}
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -463,17 +463,16 @@ class Oracle:
 
     # -- experiments -----------------------------------------------------------------------------------------------
 
-    def _without(self, part: str, first: int, span: int = 1) -> Tensor:
-        """The logits without a part."""
-        key = (part, first, span)
-        if key not in self._skipped:
+    def _without(self, *parts: tuple[str, int]) -> Tensor:
+        """The logits without these parts of these layers."""
+        if parts not in self._skipped:
             pairs: list = []
-            for layer in range(first, first + span):
+            for part, layer in parts:
                 block = self.blocks[layer - 1]
                 pairs += [_identity(block)] if part == "block" else [_zero(m) for m in self._ends(block, part)]
             with hooks(*pairs), torch.no_grad():
-                self._skipped[key] = self.model(**self.batch).logits.double()
-        return self._skipped[key]
+                self._skipped[parts] = self.model(**self.batch).logits.double()
+        return self._skipped[parts]
 
     def _ends(self, block: nn.Module, part: str) -> list[nn.Module]:
         names = {name: m for name, m in block.named_modules() if name}
@@ -492,7 +491,7 @@ class Oracle:
         for first in range(1, len(self.blocks) - span + 2):
             if part != "block" and not self._ends(self.blocks[first - 1], part):
                 continue
-            logits = self._without(part, first, span)
+            logits = self._without(*((part, first + i) for i in range(span)))
             delta = float(self._loss(logits, self.labels)) - base
             kl = _kl(self.logits, logits)[counted].mean()
             right[part, first, "skip_delta_loss"] = (delta, base)
@@ -502,10 +501,32 @@ class Oracle:
             raise Unchecked(f"no {part} has a name that is known here")
         return right
 
-    def delta(self, first: int, span: int) -> float:
-        """What the loss gains without a span of blocks."""
-        logits = self._without("block", first, span)
-        return float(self._loss(logits, self.labels) - self._loss(self.logits, self.labels))
+    def delta(self, *parts: tuple[str, int]) -> float:
+        """What the loss gains without these parts of these layers."""
+        self._require_single_runs()
+        return float(self._loss(self._without(*parts), self.labels) - self._loss(self.logits, self.labels))
+
+    @property
+    def branches_named(self) -> list[tuple[str, int]]:
+        """Attention and MLP of all blocks whose names are known here."""
+        every = [(part, layer) for part in ("attention", "mlp") for layer in range(1, len(self.blocks) + 1)]
+        return [(part, layer) for part, layer in every if self._ends(self.blocks[layer - 1], part)]
+
+    def void(self) -> Right:
+        """Of both rules, by comparing each token's norms one after the other."""
+        norms = torch.stack([h.norm(dim=-1)[self.masks["all"]] for h in self.states])
+        changes = torch.stack([(out - h).norm(dim=-1)[self.masks["all"]] for h, out in self.layers])
+        right: Right = {}
+        for layer in range(1, len(norms)):
+            void = [0.0, 0.0]
+            for token in range(norms.shape[1]):
+                grown = [float(norms[k, token] - norms[k - 1, token]) for k in range(1, layer + 1)]
+                grown = [g if abs(g) >= 1e-3 * float(norms[layer, token]) else 0.0 for g in grown]
+                void[0] += grown[-1] < 0.8 * (max(grown[:-1], default=0) - min(grown[:-1], default=0))
+                void[1] += float(changes[layer - 1, token]) < 0.1 * float(norms[layer - 1, token])
+            for rule, count in zip(("void", "small"), void, strict=True):
+                right[rule, layer] = (count / norms.shape[1], 1.0)
+        return right
 
     def angles(self) -> Right:
         right: Right = {}

@@ -16,7 +16,8 @@ NOT_FUNCTIONS = ("class", "task", "form", "error", "transformers")
 RECORDED = 9  # of the functions, the first: what `record` measures
 SILENT = ("WRONG", "failed")  # never to be seen
 VERDICTS = {"refused": "refused", "absent": "left out", "no such": "no such form", "unchecked": "not checked"}
-HEADS = {"attention entropy": "entropy", "router entropy": "router", "expert load": "load", "skip 2 blocks": "2 blocks"}
+HEADS = {"attention entropy": "entropy", "router entropy": "router", "expert load": "load", "skip 2 blocks": "2 blocks",
+         "cheapest spans": "spans", "cheapest branches": "branches", "void tokens": "void"}  # fmt: skip
 
 
 def texts() -> dict[str, str]:

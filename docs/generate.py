@@ -6,7 +6,8 @@
     python docs/generate.py --check   change nothing; exit code 1 and a diff if a page is out of date
 
 A page marks a generated text by comments, which GitHub and Sphinx hide: `<!-- name -->text<!-- / -->`.
-The texts are made from shipped tables, by the modules of docs/ that `pages` names.
+The texts are made from shipped tables, by the modules of docs/ that `pages` names. A mark may also ask for its number
+itself (`docs/queries.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import forms  # noqa: E402
 import kernel_times  # noqa: E402
 import names  # noqa: E402
 import papers  # noqa: E402
+import queries  # noqa: E402
 import questions  # noqa: E402
 import standings  # noqa: E402
 import tables  # noqa: E402
@@ -61,7 +63,7 @@ def pages() -> dict[str, str]:
     texts["site_names"] = tables.site_names()
     written = {"data/league.csv": standings.csv()}
     for name in PAGES:
-        written[name] = filled((ROOT / name).read_text(encoding="utf-8"), texts, name)
+        written[name] = queries.fill(filled((ROOT / name).read_text(encoding="utf-8"), texts, name), name)
         if name == "docs/findings.md":
             texts["first_findings"] = first_findings(written[name])
     return written

@@ -12,8 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import normlab
+
 MODULES = {
     "normlab": "models, measurements, training and runs",
+    "normlab.probes": "further measurements and experiments",
     "normlab.norms": "the norms as PyTorch modules",
     "normlab.figures": "tables to plotly figures",
     "normlab.widgets": "figures with controls",
@@ -45,10 +48,15 @@ def write_pages(folder: Path) -> None:
 
 
 def _names(module: ModuleType) -> dict[str, Any]:
-    """The names of `__all__`, or else the public functions and classes that the module defines."""
+    """The names of `__all__`, or else the public functions and classes that the module defines.
+
+    What `normlab` itself has is described there.
+    """
     names = {name: getattr(module, name) for name in getattr(module, "__all__", ()) if not name.startswith("__")}
     own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
     names = names or {name: value for name, value in own.items() if not name.startswith("_")}
+    if module is not normlab:
+        names = {name: value for name, value in names.items() if name not in normlab.__all__}
     return {name: value for name, value in names.items() if not inspect.ismodule(value)}
 
 

@@ -135,9 +135,11 @@ def mean_of(values: pd.Series, metric: str) -> float:
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per run, indexed by its id.
 
-    Columns `scheme depth width seed lr status dtype steps tokens train_loss eval_loss unigram_entropy bigram_loss
-    trigram_loss`. dtype is empty for a table without it. Losses are those of the last step at which they were logged. A
-    diverged run has an infinite eval loss. Bigram and trigram losses are missing for runs that do not store them.
+    Columns `scheme depth width seed lr status dtype steps tokens train_loss eval_loss validation_loss unigram_entropy
+    bigram_loss trigram_loss`. dtype is empty for a table without it. Losses are those of the last step at which they
+    were logged. A diverged run has an infinite eval loss. `validation_loss`, of the half of the held-out text that
+    rates are chosen on, is the eval loss where runs report no other half. Bigram and trigram losses are missing for
+    runs that do not store them.
     """
     checked(runs)
     by_run = runs.groupby("run", observed=True)
@@ -145,11 +147,12 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     about["dtype"] = by_run["dtype"].first() if "dtype" in runs.columns else ""
     about["steps"] = by_run["step"].max()
     about["tokens"] = by_run["tokens"].max() if "tokens" in runs.columns else np.nan
-    is_loss = runs["site"].eq("model") & runs["metric"].isin(["loss", *NGRAM_LOSSES])
+    is_loss = runs["site"].eq("model") & runs["metric"].isin(["loss", "validation_loss", *NGRAM_LOSSES])
     losses = runs.loc[is_loss, ["run", "step", "split", "metric", "value"]].sort_values("step", kind="stable")
     for column, metric, split in (
         ("train_loss", "loss", "train"),
         ("eval_loss", "loss", "eval"),
+        ("validation_loss", "validation_loss", "eval"),
         *((metric, metric, None) for metric in NGRAM_LOSSES),
     ):
         rows = losses[losses["metric"] == metric]
@@ -157,6 +160,8 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
             rows = rows[rows["split"] == split]
         about[column] = rows.groupby("run", observed=True)["value"].last()
     about["eval_loss"] = about["eval_loss"].astype(float).mask(about["status"] == DIVERGED, np.inf)
+    chosen_by = about["validation_loss"].astype(float).fillna(about["eval_loss"])
+    about["validation_loss"] = chosen_by.mask(about["status"] == DIVERGED, np.inf)
     return about.astype({"scheme": str, "status": str, "dtype": str})
 
 
@@ -359,9 +364,9 @@ def _variants(about: pd.DataFrame) -> str:
 
 
 def _chosen_rate(about: pd.DataFrame) -> np.ndarray:
-    """True for runs at the rate chosen for their scheme and depth: most seeds, then lowest mean final loss."""
+    """True for runs at the rate chosen for their scheme and depth: most seeds, then lowest mean validation loss."""
     keys = ["scheme", "depth", "lr"]
-    loss = about["eval_loss"].fillna(np.inf)
+    loss = about["validation_loss"].fillna(np.inf)
     by_rate = about.assign(loss=loss).groupby(keys)
     rates = pd.DataFrame({"seeds": by_rate["seed"].nunique(), "loss": by_rate["loss"].mean()}).reset_index()
     ordered = rates.sort_values(["seeds", "loss", "lr"], ascending=[False, True, True])

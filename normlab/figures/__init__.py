@@ -7,9 +7,9 @@ A table of `normlab.load_runs` is accepted in place of a selection. A table with
 that says what is missing; a wrong argument raises NormlabError. The module of each figure says what it draws:
 
 registry, theme   every figure by name, and how to add one; colours, light and dark pages
-training, growth, depth, layers, published, settings   of runs
+training, rates, growth, depth, layers, published, settings   of runs
 profile           one training step, all schemes in one panel: the explorer's figure
-one_model, report   of one model and of recordings
+one_model, report, outliers   of one model, of recordings, of several models
 kernels           of the kernels' times
 METRICS           label, unit and definition of every metric
 """
@@ -29,10 +29,12 @@ from normlab.figures.growth import growth_before_after, layer_growth
 from normlab.figures.kernels import copy_share
 from normlab.figures.layers import by_layer, by_pair
 from normlab.figures.one_model import logit_attribution, shares_and_effects
+from normlab.figures.outliers import few_bits, outliers
 from normlab.figures.profile import profile
 from normlab.figures.published import published_ratios
+from normlab.figures.rates import loss_by_rate
 from normlab.figures.registry import FIGURES, FigureRow, draw_all, register
-from normlab.figures.report import layer_figure
+from normlab.figures.report import branch_costs, layer_figure, layer_map, void_shares
 from normlab.figures.settings import by_setting, saturation, variant_differences
 from normlab.figures.theme import message_figure, themed
 from normlab.figures.training import loss_curves
@@ -42,18 +44,23 @@ __all__ = [
     "FIGURES",
     "METRICS",
     "FigureRow",
+    "branch_costs",
     "by_layer",
     "by_pair",
     "by_setting",
     "copy_share",
     "depth_scaling",
     "draw_all",
+    "few_bits",
     "growth_before_after",
     "layer_figure",
     "layer_growth",
+    "layer_map",
     "logit_attribution",
+    "loss_by_rate",
     "loss_curves",
     "message_figure",
+    "outliers",
     "profile",
     "published_ratios",
     "register",
@@ -62,6 +69,7 @@ __all__ = [
     "themed",
     "trains_at_depth",
     "variant_differences",
+    "void_shares",
 ]
 
 # Figures in other files of this folder register themselves, too. The order is that of the papers' figures.

@@ -119,9 +119,18 @@ def _share(values: np.ndarray, log: bool) -> np.ndarray:
 
 
 def _lines(
-    rows: pd.DataFrame, by: str, title: str, words: str, axis: str, schemes: Mapping[str, str] | None = None
+    rows: pd.DataFrame,
+    by: str,
+    title: str,
+    words: str,
+    axis: str,
+    schemes: Mapping[str, str] | None = None,
+    along: str = "layer",
 ) -> go.Figure:
-    """One line with markers per value of `by`; tables have columns `by`, layer, value, and perhaps low and high."""
+    """One line with markers per value of `by`; tables have columns `by`, layer, value, and perhaps low and high.
+
+    `along` is what the column layer holds.
+    """
     figure, names = go.Figure(), list(dict.fromkeys(rows[by]))
     if by == "revision" and len(names) > 1:
         looks = [{"color": theme.step_color(i, len(names) - 1)} for i in range(len(names))]
@@ -138,12 +147,12 @@ def _lines(
             mode="lines+markers",
             line=look,
             marker={"size": 6},
-            hovertemplate=f"{name}, layer %{{x}}: %{{y:.4g}}<extra></extra>",
+            hovertemplate=f"{name}, {along} %{{x}}: %{{y:.4g}}<extra></extra>",
         )
     held = rows[["value", *({"low", "high"} & set(rows))]].to_numpy(float)
     log = bool((held > 0).all()) and held.max() > held.min() * 10**LOG_DECADES
     figure.update_yaxes(title_text=axis, exponentformat="power", **value_axis(axis_bounds(held.ravel(), log), log))
-    figure.update_xaxes(title_text="layer", dtick=1 if rows["layer"].max() <= WHOLE_TICKS else None)
+    figure.update_xaxes(title_text=along, dtick=1 if rows["layer"].max() <= WHOLE_TICKS else None)
     figure.update_layout(showlegend=len(names) > 1)
     return theme.titled(figure, title, "<br>".join(wrap(words, 100)), 450)
 
@@ -185,6 +194,66 @@ def angles(table: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(**ticks).update_yaxes(**ticks)
     words = "angular_distance: arccos(cos(h_l, h_m))/pi, mean over tokens; 0 = embeddings"
     return theme.titled(figure, BY_PAIR["angular_distance"][0], words, 480)
+
+
+def branch_costs(table: pd.DataFrame, by: str = "line", schemes: Mapping[str, str] | None = None) -> go.Figure:
+    """Loss added by leaving out branches together: tables of `normlab.probes.cheapest_branches`.
+
+    Args:
+        table: one table, or several with a column `by`.
+        by: a line per value.
+        schemes: value of `by` -> the scheme whose colour its line has; default: none.
+    """
+    rows = table.assign(**({} if by in table else {by: "cheapest"}), layer=table["dropped"])
+    words = "one branch more each time, the cheapest beside those before it; bars: 95% interval"
+    title, value = "Loss added by leaving out branches together", rows.rename(columns={"skip_delta_loss": "value"})
+    return _lines(value, by, title, words, "nats per token", schemes, "branches left out")
+
+
+def void_shares(table: pd.DataFrame, by: str = "rule", schemes: Mapping[str, str] | None = None) -> go.Figure:
+    """Share of tokens that a block hardly changes: tables of `normlab.probes.void_tokens`.
+
+    Args:
+        table: one table, or the rows of one rule of several, with a column `by`.
+        by, schemes: as in `branch_costs`.
+    """
+    words = {
+        "void": "void: the token's norm grows by less than 0.8 of the range of its growth in the blocks before",
+        "small": "small: the block changes the token by less than a tenth of its norm",
+    }
+    shown = "; ".join(words[rule] for rule in dict.fromkeys(table["rule"]))
+    return _lines(table, by, "Tokens that a block hardly changes", shown, "share of tokens", schemes)
+
+
+def layer_map(table: pd.DataFrame, shallow: str, deep: str) -> go.Figure:
+    """How well layers of one model predict those of another: the table of `normlab.probes.layer_maps`.
+
+    Args:
+        table: what it returns.
+        shallow, deep: names of the two models.
+    """
+    best = table.iloc[1:].idxmin()
+    bar, hover = {"title": "left"}, "layer %{y} predicts layer %{x}: %{z:.3f} is left<extra></extra>"
+    figure = _heat_map(
+        table.columns, table.index, table.values.tolist(), bar, zmin=0, zmax=1, hovertemplate=hover, name="left"
+    )
+    figure.add_scatter(
+        x=[0, int(table.columns[-1])],
+        y=[0, int(table.index[-1])],
+        name="equal relative depth",
+        mode="lines",
+        line={"color": "white", "dash": "dot"},
+        hoverinfo="skip",
+    )
+    ring = {"symbol": "circle-open", "size": 11, "color": COLORS[1], "line": {"width": 2}}
+    figure.add_scatter(
+        x=whole(best.index), y=whole(best), name="best layer", mode="markers", marker=ring, hoverinfo="skip"
+    )
+    figure.update_xaxes(title_text=f"layer of {deep}", dtick=1 if table.shape[1] <= WHOLE_TICKS else None)
+    figure.update_yaxes(title_text=f"layer of {shallow}", dtick=1 if table.shape[0] <= WHOLE_TICKS else None)
+    words = "share of a layer's variance that the best linear map of the other's leaves; rings: the best layer but 0"
+    figure.update_layout(showlegend=True)
+    return theme.titled(figure, "Which layer predicts which", words, 430)
 
 
 def difference_figure(table: pd.DataFrame) -> go.Figure:

@@ -6,18 +6,23 @@ LayerStats                             the table: pandas, Parquet, merge, plot
 METRICS                                every metric's definition
 skip_sensitivity, skip_future_effect   skip a block, attention or MLP: what the loss loses, what later blocks do
 cheapest_spans, mergekit_config        find the span of blocks that costs least to drop
+cheapest_branches                      find attention and MLP branches that cost least to drop together
+void_tokens, layer_maps                tokens that a block hardly changes; layers predicted from another model's
+quantization_costs                     what the loss loses where blocks compute with 8 or 4 bits
 angular_distance, jacobian_identity    angles between all pairs of layers; distance of a block from the identity map
 massive_activations, attention_sinks   tokens unlike all others: where, in which blocks, as a table and a mask
 logit_lens_kl                          compare what the head would predict from each layer with the model's prediction
 """
 
+from normlab.probes.depth_use import layer_maps, void_tokens
 from normlab.probes.experiments import skip_future_effect, skip_sensitivity
 from normlab.probes.forward_call import CallInputs
 from normlab.probes.geometry import angular_distance, jacobian_identity, logit_lens_kl
 from normlab.probes.metrics import FORWARD_METRICS, METRICS, Metric
+from normlab.probes.quantization import quantization_costs
 from normlab.probes.record import Recorder, record
 from normlab.probes.sites import Block, Sites, sites, stacks
-from normlab.probes.spans import cheapest_spans, mergekit_config
+from normlab.probes.spans import cheapest_branches, cheapest_spans, mergekit_config
 from normlab.probes.stats import LayerStats
 from normlab.probes.tokens import attention_sinks, massive_activations
 
@@ -32,14 +37,18 @@ __all__ = [
     "Sites",
     "angular_distance",
     "attention_sinks",
+    "cheapest_branches",
     "cheapest_spans",
     "jacobian_identity",
+    "layer_maps",
     "logit_lens_kl",
     "massive_activations",
     "mergekit_config",
+    "quantization_costs",
     "record",
     "sites",
     "skip_future_effect",
     "skip_sensitivity",
     "stacks",
+    "void_tokens",
 ]

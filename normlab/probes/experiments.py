@@ -76,7 +76,7 @@ def interval(mean: float, error: float) -> dict[str, float]:
     return {"standard_error": error, "low": mean - Z95 * error, "high": mean + Z95 * error}
 
 
-def table_of(rows: Iterable[dict[str, int]], mean: Tensor, error: Tensor) -> pandas.DataFrame:
+def table_of(rows: Iterable[dict[str, Any]], mean: Tensor, error: Tensor) -> pandas.DataFrame:
     """`rows` with the columns `value standard_error low high`."""
     import pandas
 
@@ -243,7 +243,6 @@ class Runner:
         given = given_mask(self.sites.mask or self._mask_name, self._known(batch))
         return token_masks(given, tokens, self.device, [mask], cached=False)[0].reshape(tokens)
 
-
     def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:
         by_attention = are_turned(self.sites.blocks[0].module)
         if by_attention is not None:
@@ -344,50 +343,85 @@ def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 # -- skipping --------------------------------------------------------------------------------------------------------
 
 
-def _skips(
-    runner: Runner, batch: Batch, parts: Sequence[str], span: int, layers: Sequence[int] | None
-) -> dict[tuple[str, int], list[tuple[nn.Module, Hook]]]:
-    """The modules that each skip leaves out and what makes them do nothing, by (part, first layer).
+Part = tuple[str, int]  # one of PARTS, and the layer
+Change = tuple[nn.Module, Hook]  # a module, and what makes it do nothing
 
-    A branch is not skipped if its block does not add up, or if it returns the stream with itself added and is not given
-    the stream.
+
+def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Part, Change]:
+    """How each part of a model is skipped.
+
+    A branch cannot be if its block does not add up, or if it returns the stream with itself added and is not given the
+    stream.
     """
-    starts = range(1, runner.sites.depth - span + 2)
-    if wrong := sorted(set(layers or ()) - set(starts)):
-        raise NormlabError(f"there is no span of {span} from layer {wrong[0]}: layers are 1 to {runner.sites.depth}")
-    skips: dict[tuple[str, int], list[tuple[nn.Module, Hook]]] = {}
+    changes: dict[Part, Change] = {}
+    if "block" in parts:
+        changes |= {("block", block.index): (block.module, runner.stream.pass_on) for block in runner.sites.blocks}
+    if not set(parts) - {"block"}:
+        return changes
     # What a branch adds is the output of its norm, or its own.
-    outputs: dict[tuple[str | None, int], tuple[nn.Module, Hook]] = {}
-    if set(parts) - {"block"}:
-        residuals: dict[nn.Module, Tensor | None] = {}
+    residuals: dict[nn.Module, Tensor | None] = {}
 
-        def see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            residuals[module] = residual_in(args, kwargs, output)
+    def see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        residuals[module] = residual_in(args, kwargs, output)
 
-        modules = [branch.module for block in runner.sites.blocks for branch in block.branches]
-        with (
-            record(runner.sites, ["relative_contribution"], masks=["all"]) as rec,
-            hooked(*((module, see) for module in modules), must_run=False),
-        ):
-            runner.logits(batch)
-        place = {block.layer: block.index for block in runner.sites.blocks}
-        for (kind, numbered), (module, form) in rec.branches.items():
-            layer = place.get(numbered)
-            if layer and (form != "contained" or residuals.get(module) is not None):
-                outputs[PART_OF.get(kind), layer] = (module, return_residual if form == "contained" else return_zero)
-    for part in parts:
-        for first in starts if layers is None else sorted(set(layers)):
-            skipped = range(first, first + span)
-            if part == "block":
-                blocks = runner.sites.blocks[first - 1 : first - 1 + span]
-                skips[part, first] = [(block.module, runner.stream.pass_on) for block in blocks]
-            elif all((part, layer) in outputs for layer in skipped):
-                skips[part, first] = [outputs[part, layer] for layer in skipped]
-    if not skips:
-        raise NormlabError(
-            f"there is nothing to skip: {runner.sites.depth} blocks, span {span}, parts {', '.join(parts)}"
-        )
-    return skips
+    modules = [branch.module for block in runner.sites.blocks for branch in block.branches]
+    with (
+        record(runner.sites, ["relative_contribution"], masks=["all"]) as rec,
+        hooked(*((module, see) for module in modules), must_run=False),
+    ):
+        runner.logits(batch)
+    place = {block.layer: block.index for block in runner.sites.blocks}
+    for (kind, numbered), (module, form) in rec.branches.items():
+        part, layer = PART_OF.get(kind, ""), place.get(numbered)
+        if part in parts and layer and (form != "contained" or residuals.get(module) is not None):
+            changes[part, layer] = (module, return_residual if form == "contained" else return_zero)
+    return changes
+
+
+def skip_costs(
+    runner: Runner, kept: KeptPass, skips: Callable[[Batch], dict[tuple[Part, ...], list[Change]]]
+) -> pandas.DataFrame:
+    """What the loss loses where parts are skipped together.
+
+    Args:
+        runner, kept: of the model.
+        skips: called with the first batch: sets of parts, and how they are skipped.
+
+    Returns:
+        One row per set: `skipped loss skip_delta_loss standard_error low high output_kl output_kl_error tokens`.
+    """
+    import pandas
+
+    sets: dict[tuple[Part, ...], list[Change]] = {}
+
+    def sums(batch: Batch) -> tuple[Tensor, Tensor]:
+        if not sets:
+            sets.update(skips(batch))
+        labels = runner.labels(batch)
+        branches = {
+            module
+            for skipped in sets
+            for (part, _), (module, _) in zip(skipped, sets[skipped], strict=True)
+            if part != "block"
+        }
+        whole = kept.keep(partial(runner.logits, batch), branches)
+        base, counted = token_losses(whole, labels), labels != IGNORED_LABEL
+        values = [base.sum(1)]
+        for skipped, changes in sets.items():
+            with kept.changed(min(layer for _, layer in skipped), changes):
+                logits = runner.logits(batch)
+            values.append((token_losses(logits, labels) - base).sum(1))
+            values.append(torch.where(counted, token_kl(whole, logits), 0).sum(1))
+        return torch.stack(values), counted.sum(1)
+
+    means, errors, tokens = row_means(runner, sums)
+    mean, error, rows = means.tolist(), errors.tolist(), []
+    for i, skipped in enumerate(sets):
+        delta, kl = 1 + 2 * i, 2 + 2 * i
+        row = {"skipped": skipped, "loss": mean[0], "skip_delta_loss": mean[delta]}
+        row |= interval(mean[delta], error[delta])
+        rows.append(row | {"output_kl": mean[kl], "output_kl_error": error[kl], "tokens": tokens})
+    return pandas.DataFrame(rows)
 
 
 @torch.no_grad()
@@ -421,42 +455,32 @@ def skip_sensitivity(
         NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits, no label that counts, or the
             residual stream is in parts that cannot be told. A mask under a name that is not known: give it to `sites`.
     """
-    import pandas
-
     if unknown := [part for part in parts if part not in PARTS]:
         raise NormlabError(f"unknown part {unknown[0]!r}: choose from {', '.join(PARTS)}")
     if not isinstance(span, int) or span < 1:
         raise NormlabError(f"span is {span!r}: skip at least 1 block")
     runner = Runner(model, batches, progress, "skip sensitivity")
-    kept = KeptPass(runner.stream)
-    skips: dict[tuple[str, int], list[tuple[nn.Module, Hook]]] = {}
+    kept, depth = KeptPass(runner.stream), runner.sites.depth
+    starts = range(1, depth - span + 2)
+    if wrong := sorted(set(layers or ()) - set(starts)):
+        raise NormlabError(f"there is no span of {span} from layer {wrong[0]}: layers are 1 to {depth}")
 
-    def sums(batch: Batch) -> tuple[Tensor, Tensor]:
-        if not skips:
-            skips.update(_skips(runner, batch, parts, span, layers))
-        labels = runner.labels(batch)
-        parts_skipped = {module for (part, _), left in skips.items() if part != "block" for module, _ in left}
-        whole = kept.keep(partial(runner.logits, batch), parts_skipped)
-        base, counted = token_losses(whole, labels), labels != IGNORED_LABEL
-        values = [base.sum(1)]
-        for (_, first), left_out in skips.items():
-            with kept.changed(first, left_out):
-                skipped = runner.logits(batch)
-            values.append((token_losses(skipped, labels) - base).sum(1))
-            values.append(torch.where(counted, token_kl(whole, skipped), 0).sum(1))
-        return torch.stack(values), counted.sum(1)
+    def skips(batch: Batch) -> dict[tuple[Part, ...], list[Change]]:
+        changes = part_changes(runner, batch, parts)
+        firsts = starts if layers is None else sorted(set(layers))
+        sets = [tuple((part, first + i) for i in range(span)) for part in parts for first in firsts]
+        found = {skipped: [changes[one] for one in skipped] for skipped in sets if changes.keys() >= set(skipped)}
+        if not found:
+            raise NormlabError(f"there is nothing to skip: {depth} blocks, span {span}, parts {', '.join(parts)}")
+        return found
 
-    means, errors, tokens = row_means(runner, sums)
-    mean, error, rows = means.tolist(), errors.tolist(), []
-    for i, (part, layer) in enumerate(skips):
-        delta, kl = 1 + 2 * i, 2 + 2 * i
-        row = {"part": part, "layer": layer, "span": span, "loss": mean[0], "skip_delta_loss": mean[delta]}
-        row |= interval(mean[delta], error[delta])
-        row |= {"output_kl": mean[kl], "output_kl_error": error[kl], "tokens": tokens}
-        readers = kept.readers(range(layer, layer + span)) if part == "block" else []
-        rows.append(row | {"read_by": ", ".join(map(str, readers))})
-    table = pandas.DataFrame(rows)
-    return table if table["read_by"].any() else table.drop(columns="read_by")
+    table = skip_costs(runner, kept, skips)
+    skipped = table.pop("skipped")
+    table.insert(0, "part", [parts[0][0] for parts in skipped])
+    table.insert(1, "layer", [parts[0][1] for parts in skipped])
+    table.insert(2, "span", span)
+    read_by = [kept.readers([layer for part, layer in parts if part == "block"]) for parts in skipped]
+    return table.assign(read_by=[", ".join(map(str, layers)) for layers in read_by]) if any(read_by) else table
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ class KeptPass:
         returned = (self._kept[module] for module in self._blocks.values())
         return [*self._entered, *(self._stream.total(output) for output in returned)]
 
-    def readers(self, layers: range) -> list[int]:
+    def readers(self, layers: Collection[int]) -> list[int]:
         """The other layers that read what these make besides the stream."""
         read_by = self.read_by or {}
         return sorted(set().union(*(read_by.get(layer, ()) for layer in layers)) - {0, *layers})

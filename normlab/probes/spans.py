@@ -1,4 +1,4 @@
-"""The span of blocks that costs least to drop, and how to drop it."""
+"""What costs least to drop, and how to drop it: spans of blocks, sets of attention and MLP branches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Batch, Runner, skip_sensitivity
+from normlab.probes.experiments import (
+    Batch,
+    Change,
+    Part,
+    Runner,
+    part_changes,
+    skip_costs,
+    skip_sensitivity,
+)
 from normlab.probes.geometry import angular_distance
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.passes import evaluating
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
     import pandas
 
 CANDIDATES = 6  # spans of each length whose cost is measured: those that turn the stream least
+BRANCHES = ("attention", "mlp")
 
 
 def cheapest_spans(
@@ -83,6 +92,81 @@ def cheapest_spans(
         rows.append(row | {"start": best - 1, "stop": last, "keep": [r for r in ranges if r[0] < r[1]]})
     if not rows:
         raise NormlabError("later blocks read what every span makes besides the stream: none can be dropped")
+    return pandas.DataFrame(rows)
+
+
+@torch.no_grad()
+def cheapest_branches(
+    model: nn.Module | Sites,
+    batches: Iterable[Batch],
+    *,
+    most: int | None = None,
+    candidates: int = CANDIDATES,
+    progress: bool = True,
+) -> pandas.DataFrame:
+    """Leave out attention and MLP branches together, one more at a time: each the cheapest beside those before it.
+
+    At each size, of the `candidates` branches that cost least alone, the one that raises the loss least together with
+    those left out already is left out too. That is measured on every second batch, and the resulting sets again on
+    the others. LLM-Drop (2406.15786) chooses all at once, by the angle between a branch's input and output. No set has
+    a branch whose block later blocks read besides the stream (keys and values that they share).
+
+    Args:
+        model, batches, progress: as for `skip_sensitivity`.
+        most: the size of the largest set; default: a quarter of the branches.
+        candidates: branches tried per size.
+
+    Returns:
+        One row per size: `dropped part layer skip_delta_loss standard_error low high tokens drop_attn_list
+        drop_mlp_list`. `part` and `layer` (from 1) are the branch that is new. The lists (from 0) are the whole set, as
+        LLM-Drop's `config.json` has them. Losses and intervals as in `cheapest_spans`.
+
+    Raises:
+        NormlabError: as for `skip_sensitivity`; `most` is not 1 to one less than the branches that can be left out.
+    """
+    import pandas
+
+    where = model if isinstance(model, Sites) else sites(model)
+    all_batches = list(batches)
+    choosing, measuring = all_batches[::2], all_batches[1::2] or all_batches
+    changes: dict[Part, Change] = {}
+
+    def costs(batches: Sequence[Batch], sets: Iterable[tuple[Part, ...]] | None = None) -> pandas.DataFrame:
+        runner = Runner(where, batches, progress, "branches left out")
+        kept = KeptPass(runner.stream)
+
+        def skips(batch: Batch) -> dict[tuple[Part, ...], list[Change]]:
+            if not changes:
+                changes.update(part_changes(runner, batch, BRANCHES))
+                kept.keep(partial(runner.run, batch, needs_logits=False))
+                for part, layer in [one for one in changes if kept.readers([one[1]])]:
+                    del changes[part, layer]
+                if not changes:
+                    raise NormlabError(f"no attention or MLP of the {where.depth} blocks can be left out alone")
+            chosen = [(one,) for one in changes] if sets is None else sets
+            return {skipped: [changes[one] for one in skipped] for skipped in chosen}
+
+        return skip_costs(runner, kept, skips)
+
+    alone = costs(choosing).sort_values("skip_delta_loss", kind="stable")
+    order = [part for (part,) in alone["skipped"]]
+    most = max(1, len(order) // 4) if most is None else most
+    if not 1 <= most < len(order):
+        raise NormlabError(f"1 to {len(order) - 1} of {len(order)} branches can be left out, not {most}")
+    left_out: tuple[Part, ...] = (order[0],)
+    while len(left_out) < most:
+        tried = costs(choosing, [(*left_out, one) for one in order if one not in left_out][:candidates])
+        left_out = tried.loc[tried["skip_delta_loss"].idxmin(), "skipped"]
+    measured = costs(measuring, [left_out[:size] for size in range(1, most + 1)])
+    rows = []
+    for row in measured.to_dict("records"):
+        part, layer = row["skipped"][-1]
+        numbers = {name: row[name] for name in ("skip_delta_loss", "standard_error", "low", "high", "tokens")}
+        lists = {
+            name: [index - 1 for kind, index in row["skipped"] if kind == one]
+            for name, one in (("drop_attn_list", "attention"), ("drop_mlp_list", "mlp"))
+        }
+        rows.append({"dropped": len(row["skipped"]), "part": part, "layer": layer} | numbers | lists)
     return pandas.DataFrame(rows)
 
 

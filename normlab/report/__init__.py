@@ -14,7 +14,7 @@ from normlab.errors import NormlabError
 from normlab.files import whole_files
 from normlab.probes.experiments import evaluating
 from normlab.report.inputs import Batches, Loaded, batches, check_input, check_size, load
-from normlab.report.measure import Measured, experiment, measure
+from normlab.report.measure import Measured, TextStates, experiment, layers_mapped, measure, text_states
 
 if TYPE_CHECKING:
     import pandas
@@ -44,8 +44,10 @@ def probe_report(
         skip_sensitivity.csv, angular_distance.csv, logit_lens.csv
         massive_activations.csv     values of the stream far above all others, with their tokens, in the first batch
         attention_sinks.csv         tokens that take most attention, in the first batch
-        spans.csv                   the cheapest blocks to drop
-        mergekit-drop-N.yaml        the same for mergekit, for N blocks
+        void_tokens.csv             tokens that a block hardly changes
+        spans.csv, branches.csv     the cheapest blocks to drop; the cheapest attention and MLP branches
+        mergekit-drop-N.yaml        N blocks to drop, for mergekit
+        llm-drop-N.json             N branches to drop, as LLM-Drop's config.json names them
         report.html                 the page; it reads plotly.min.js next to it
 
     A model without a language-model head (an encoder, a classifier, a reranker), or whose files lack it, is measured
@@ -53,7 +55,8 @@ def probe_report(
 
     A model of several stacks (an encoder and a decoder) has a column `stack` in the table. Names of the other files
     then begin with a stack's name. Several models, texts or revisions give one page and one table instead, whose first
-    column is `model`, `text` or `revision`.
+    column is `model`, `text` or `revision`. Two models of one tokenizer also give layer_maps.csv: how well the layers
+    of the shallower one predict those of the other.
 
     Args:
         model: directory or hub name, or a model (then give `tokenizer`); one or several.
@@ -119,7 +122,7 @@ def probe_report(
         (by,) = compared
         labelled = ((label[by], held, path) for label, held, path in cases())
         bar = tqdm(labelled, f"{by}s", max(len(models), len(revisions), len(paths)), disable=not progress, delay=1)
-        return _series(by, bar, folder, name, length, rows)
+        return _series(by, bar, folder, name, length, rows, maps=by == "model" and len(models) == 2)
 
 
 def _name(model: str | nn.Module) -> str:
@@ -128,7 +131,7 @@ def _name(model: str | nn.Module) -> str:
 
 def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, progress: bool) -> str:
     """Record one case with its experiments. Returns the summary."""
-    from normlab.report.page import model_page, span_line, write_page
+    from normlab.report.page import cut_lines, model_page, write_page
 
     data = batches(loaded, path, length, rows)
     stacks = measure(loaded, data)
@@ -144,27 +147,37 @@ def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, pr
             lines += str(stack.where).splitlines()
             for key, frame in stack.tables.items():
                 frame.to_csv(staged / f"{stem}{key}.csv", index=key == "angular_distance")
-            for row, config in stack.cuts(loaded):
-                (staged / f"{stem}mergekit-drop-{row.length}.yaml").write_text(config, encoding="utf-8")
-                lines.append(span_line(row))
+            for file, content in stack.configurations(loaded).items():
+                (staged / f"{stem}{file}").write_text(content, encoding="utf-8")
+            lines += cut_lines(stack)
         page = write_page(staged, f"{short_names([loaded.name])[loaded.name]}, layer by layer", opening, sections)
     return _summary(lines + remarks, folder, folder / page.name)
 
 
 def _series(
-    by: str, cases: Iterable[tuple[str, list[Loaded], Path]], folder: Path, name: str, length: int, rows: int
+    by: str,
+    cases: Iterable[tuple[str, list[Loaded], Path]],
+    folder: Path,
+    name: str,
+    length: int,
+    rows: int,
+    maps: bool,
 ) -> str:
-    """Record every case in turn, with one model in memory at a time. Returns the summary."""
+    """Record every case in turn, with one model in memory at a time. Returns the summary.
+
+    maps: there are two models, whose layers are mapped to each other.
+    """
     import pandas
 
     from normlab.report.facts import left_out
-    from normlab.report.page import series_page, write_page
+    from normlab.report.page import map_section, series_page, write_page
 
     tables: list[pandas.DataFrame] = []
     losses: dict[str, str] = {}
     named: dict[str, str] = {}
     missing: dict[str, list[tuple[str, str]]] = {}
     schemes: dict[str, str] = {}
+    states: dict[str, TextStates | str] = {}
     about = ""
     for case, held, path in cases:
         data = batches(held[0], path, length, rows)
@@ -175,6 +188,8 @@ def _series(
         losses[label] = "; ".join(_remarks(held[0], stacks))
         if by == "model" and held[0].scheme is not None:
             schemes[label] = held[0].scheme
+        if maps:
+            states[label] = text_states(stacks, data)
         table = _table(stacks)
         table.insert(0, by, label)
         tables.append(table)
@@ -183,6 +198,11 @@ def _series(
     table = pandas.concat(tables, ignore_index=True)
     shorter = short_names(named.values())
     short = {label: label.replace(case, shorter[case], 1) for label, case in named.items()}
+    mapped = layers_mapped(states) if maps else None
+    if isinstance(mapped, str):
+        for pairs in missing.values():
+            pairs.append(("layer_maps", mapped))
+        mapped = None
     opening, sections = series_page(
         table.assign(**{by: table[by].map(short)}),
         by,
@@ -194,6 +214,9 @@ def _series(
     title = " and ".join(short.values()) if by == "model" else f"{short_names([name])[name]}, by {by}"
     with whole_files(folder) as staged:
         _write_table(table, staged)
+        if mapped is not None:
+            sections.append(map_section(mapped.rename_axis(index=short.get, columns=short.get)))
+            mapped.to_csv(staged / "layer_maps.csv")
         page = write_page(staged, title, opening, sections)
     lines = [f"{label}: {line}" for label, line in losses.items()]
     return _summary(lines, folder, folder / page.name)

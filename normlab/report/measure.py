@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from normlab.probes import (
     Sites,
     angular_distance,
     attention_sinks,
+    cheapest_branches,
     cheapest_spans,
     logit_lens_kl,
     massive_activations,
@@ -27,7 +29,9 @@ from normlab.probes import (
     sites,
     skip_sensitivity,
     stacks,
+    void_tokens,
 )
+from normlab.probes.depth_use import LayerStates, layer_states, maps_between
 from normlab.probes.forward_call import IGNORED_LABEL
 from normlab.probes.tokens import FoundTokens
 from normlab.report.inputs import Batches, Loaded
@@ -54,11 +58,18 @@ class Measured:
         """The table of the statistics."""
         return self.stats.to_pandas()
 
-    def cuts(self, loaded: Loaded) -> list[tuple[Any, str]]:
-        """Rows of the table of spans, each with its mergekit configuration."""
-        rows = self.tables["spans"].itertuples() if "spans" in self.tables else ()
+    def configurations(self, loaded: Loaded) -> dict[str, str]:
+        """Files by name: what other tools need to leave out the cheapest spans of blocks and sets of branches."""
         dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
-        return [(row, mergekit_config(loaded.name, row.keep, dtype)) for row in rows]
+        files = {}
+        if "spans" in self.tables:
+            for row in self.tables["spans"].itertuples():
+                files[f"mergekit-drop-{row.length}.yaml"] = mergekit_config(loaded.name, row.keep, dtype)
+        if "branches" in self.tables:
+            for row in self.tables["branches"].itertuples():
+                lists = {name: getattr(row, name) for name in ("drop_attn_list", "drop_mlp_list")}
+                files[f"llm-drop-{row.dropped}.json"] = json.dumps(lists) + "\n"
+        return files
 
     def loss_line(self, loaded: Loaded) -> str:
         """The loss, and whether it is worse than all tokens alike; or why there is none."""
@@ -146,11 +157,13 @@ def experiment(measured: Measured, loaded: Loaded, batches: Batches, progress: b
         ),
         "logit_lens": lambda: logit_lens_kl(where, few, progress=progress),
         "spans": lambda: cheapest_spans(where, batches[: max(2, len(few))], progress=progress),
+        "branches": lambda: cheapest_branches(where, batches[: max(2, len(few))], progress=progress),
     }
     if where.depth < 2:
         del of_loss["spans"]
     of_stream: dict[str, Callable[[], pandas.DataFrame]] = {
         "angular_distance": lambda: angular_distance(where, few, progress=progress),
+        "void_tokens": lambda: void_tokens(where, few, progress=progress),
         "massive_activations": lambda: _tokens(measured, loaded, batches[0], massive_activations),
         "attention_sinks": lambda: _tokens(measured, loaded, batches[0], attention_sinks),
     }
@@ -164,6 +177,38 @@ def experiment(measured: Measured, loaded: Loaded, batches: Batches, progress: b
                 measured.tables[name] = test()
             except Exception as error:  # the model's own code: what it raises cannot be known
                 measured.left_out[name] = in_one_line(error)
+
+
+class TextStates(NamedTuple):
+    """A text as a model reads it, and the states of all its layers there."""
+
+    ids: list[torch.Tensor]
+    states: LayerStates
+
+
+def text_states(stacks: list[Measured], batches: Batches) -> TextStates | str:
+    """The states of a model of one stack on a text; or why there are none."""
+    if len(stacks) > 1 or "input_ids" not in batches[0]:
+        return "this needs models of text, of one stack each"
+    try:
+        states = layer_states(stacks[0].where, batches, progress=False)
+    except NormlabError as error:
+        return in_one_line(error)
+    return TextStates([batch["input_ids"] for batch in batches], states)
+
+
+def layers_mapped(of: dict[str, TextStates | str]) -> pandas.DataFrame | str:
+    """`layer_maps` of two models, from the shallower one, with its axes named by them; or why there is none."""
+    found = [(name, one) for name, one in of.items() if isinstance(one, TextStates)]
+    if len(found) < len(of):
+        return next(why for why in of.values() if isinstance(why, str))
+    (shallow, first), (deep, second) = sorted(found, key=lambda item: len(item[1].states.states))
+    if not all(torch.equal(a, b) for a, b in zip(first.ids, second.ids, strict=True)):
+        return "the two models read other tokens"
+    try:
+        return maps_between(first.states, second.states).rename_axis(index=shallow, columns=deep)
+    except NormlabError as error:
+        return in_one_line(error)
 
 
 def _tokens(

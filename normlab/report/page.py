@@ -22,11 +22,14 @@ from plotly.offline import get_plotlyjs
 from normlab.analysis.verdicts import bracketed
 from normlab.figures.report import (
     angles,
+    branch_costs,
     layer_figure,
     layer_heatmap,
+    layer_map,
     lens,
     recorded_map,
     skip_costs,
+    void_shares,
 )
 from normlab.figures.theme import CONFIG
 from normlab.probes.metrics import metric_row
@@ -172,15 +175,20 @@ def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
     if "skip_sensitivity" in tables:
         costs = tables["skip_sensitivity"]
         yield drawn(skip_costs(costs, colored([*costs["part"]])), group)
-    if "spans" in tables:
-        lines = "".join(f"<li>{html.escape(span_line(row))}</li>" for row in tables["spans"].itertuples())
+    if cuts := cut_lines(one):
+        lines = "".join(f"<li>{html.escape(line)}</li>" for line in cuts)
         words = (
-            "The span of blocks that costs least to drop, at each length, in nats a token with its 95% interval, "
-            "chosen on other text than it is measured on where there is enough."
+            "The span of blocks that costs least to drop, at each length; attention and MLP branches that cost least "
+            "together, each new one beside those before it. In nats a token with the 95% interval, chosen on other "
+            "text than it is measured on where there is enough."
         )
         yield Section("What to cut", f"<p>{words}</p><ul>{lines}</ul>", group=group)
+    if "branches" in tables:
+        yield drawn(branch_costs(tables["branches"], schemes=colored(["cheapest"])), group)
     if "angular_distance" in tables:
         yield drawn(angles(tables["angular_distance"]), group)
+    if "void_tokens" in tables:
+        yield drawn(void_shares(tables["void_tokens"], schemes=colored(["void"])), group)
     if "logit_lens" in tables:
         yield drawn(lens(tables["logit_lens"], colored(["KL"])), group)
     for name, title in FOUND.items():
@@ -209,15 +217,33 @@ def _token_table(one: Measured, name: str) -> str:
     return f"<p>{html.escape(words)}</p>{_table(table)}"
 
 
-def span_line(row: Any) -> str:
-    """One length of the table of spans, in the conventions of transformers and of mergekit."""
-    kept = " and ".join(str(part) for part in row.keep)
-    blocks = f"block {row.first}" if row.length == 1 else f"blocks {row.first}-{row.last}"
+def cut_lines(one: Measured) -> list[str]:
+    """What is cheapest to drop: spans as transformers and mergekit name them, branches as LLM-Drop does."""
+    lines = []
+    for row in one.tables["spans"].itertuples() if "spans" in one.tables else ():
+        kept = " and ".join(str(part) for part in row.keep)
+        blocks = f"block {row.first}" if row.length == 1 else f"blocks {row.first}-{row.last}"
+        place = f"layers[{row.start}:{row.stop}] in transformers, mergekit keeps {kept}"
+        lines.append(f"cheapest {row.length} to drop: {blocks}, {_cost(row)}; {place}")
+    for row in one.tables["branches"].itertuples() if "branches" in one.tables else ():
+        named = f"{row.part} {row.layer}" if row.dropped == 1 else f"{row.part} {row.layer} and those before it"
+        lists = f"drop_attn_list {row.drop_attn_list}, drop_mlp_list {row.drop_mlp_list}"
+        lines.append(f"cheapest {_branches(row.dropped)} to drop: {named}, {_cost(row)}; {lists} in LLM-Drop")
+    return lines
+
+
+def _branches(count: int) -> str:
+    return "branch" if count == 1 else f"{count} branches"
+
+
+def _cost(row: Any) -> str:
     sure = bracketed(row.low, row.high, "{:+.4f}".format) or ", of one sequence: no interval"
-    return (
-        f"cheapest {row.length} to drop: {blocks}, loss {row.skip_delta_loss:+.4f}{sure}; "
-        f"layers[{row.start}:{row.stop}] in transformers, mergekit keeps {kept}"
-    )
+    return f"loss {row.skip_delta_loss:+.4f}{sure}"
+
+
+def map_section(table: pd.DataFrame) -> Section:
+    """How well one model's layers predict the other's; the table's axes are named by the models."""
+    return drawn(layer_map(table, table.index.name, table.columns.name))
 
 
 def series_page(

@@ -141,7 +141,8 @@ def test_before_and_after_prints_the_interval_of_the_comparison_of_all_schemes()
 
 @pytest.mark.parametrize("name", OF_RUNS)
 def test_every_figure_is_drawn_in_both_themes_and_says_what_it_measures(name):
-    figure = FIGURES[name](table(), published=PUBLISHED)
+    at_another_rate = [one_run(scheme, lr=2e-3) for scheme in ("pre_rmsnorm", "lns", "bhyt")]
+    figure = FIGURES[name](pd.concat([table(), *at_another_rate]), published=PUBLISHED)
     assert len(figure.data) > 4 and figure.layout.title.text
     dark = themed(figure, "dark")
     assert dark.layout.paper_bgcolor is None

@@ -23,6 +23,7 @@ from notebook_helpers import (
 import normlab
 from normlab.notebook.models import own_model
 from normlab.notebook.pages import Kernel
+from normlab.release import shipped_models
 
 DATA = NOTEBOOKS.parent / "data"
 GRID = str(DATA / "gain_or_bound")
@@ -31,7 +32,7 @@ GRID = str(DATA / "gain_or_bound")
 @once_and_twice
 def test_your_own_model_measures_three_kinds_of_models(tmp_path, executed):
     notebook = executed("06_your_own_model", tmp_path)
-    size, contribution, by_hand = figures_in(notebook)
+    size, contribution, by_hand, massive, bits = figures_in(notebook)
     found, table, own = tables_in(notebook)
     rows = {row["model"]: list(row.values())[1:] for part in (found, own) for row in part.to_dict("records")}
     depth = int(rows["LlamaForCausalLM"][0])
@@ -48,6 +49,14 @@ def test_your_own_model_measures_three_kinds_of_models(tmp_path, executed):
     stream = table[table["site"] == "block_out"]["value"].astype(float).tolist()
     assert stream == pytest.approx(list(lines["block_out"]["y"]), rel=1e-3)
     assert len(widgets_in(notebook)) == 1
+    # Outliers, of every model that comes with normlab; the sentence says what the figures show.
+    models = shipped_models()
+    assert len({trace["name"] for trace in massive["data"]}) == len(models)
+    ratios = [trace["x"][0] for trace in massive["data"][: len(models)]]
+    assert ("medians): in no model." in printed(notebook)) == (max(ratios) < 1000)
+    costs = dict(zip(bits["data"][-1]["x"], bits["data"][-1]["y"], strict=True))
+    most = max(costs, key=costs.get)
+    assert f"{costs[most]:.2f} ({most}) nats per token" in printed(notebook)
 
 
 def test_a_model_of_your_own_reads_text_by_its_own_tokenizer():

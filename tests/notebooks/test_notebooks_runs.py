@@ -191,7 +191,7 @@ def test_bhyt_stability_shows_the_bound_and_the_carried_statistic_and_waits_for_
 
 def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path, runs):
     notebook = execute("04_layer_skip", tmp_path, RUNS=str(runs))
-    skipped, angle, jacobian, lens, updates = figures_in(notebook)
+    skipped, angle, jacobian, lens, updates, left_out, void = figures_in(notebook)
     costs = lines_of(skipped)
     assert set(costs) == set(SCHEMES)
     expected = [np.mean([skip_cost("lns", layer, seed) for seed in range(3)]) for layer in range(1, 5)]
@@ -210,6 +210,9 @@ def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path
     assert row["ours"].startswith(f"{gap:+.3f}") and row["says"] in ("holds", "does not hold", "undecided")
     assert len(widgets_in(notebook)) == 1
     assert {trace["name"] for trace in updates["data"]} == {"attn", "mlp", "block"}
+    sizes = [1, 2, 3, 4]  # a quarter of the branches
+    assert {trace["name"]: list(trace["x"]) for trace in left_out["data"]} == {"Pre-LN": sizes, "LNS": sizes}
+    assert {trace["name"]: len(trace["x"]) for trace in void["data"]} == {"void": 8, "small": 8}
 
 
 def test_the_kernels_notebook_has_one_figure_and_one_table(tmp_path):

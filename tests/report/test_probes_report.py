@@ -21,10 +21,11 @@ from transformers import PreTrainedTokenizerFast
 from normlab.errors import NormlabError
 from normlab.figures.report import layer_figure
 from normlab.figures.theme import style_of
+from normlab.probes import layer_maps
 from normlab.report import probe_report, short_names
 from normlab.report.inputs import batches, load
 from normlab.report.measure import measure
-from normlab.report.page import span_line
+from normlab.report.page import cut_lines
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
 
@@ -90,6 +91,10 @@ def test_the_page_opens_with_facts_then_links_then_folded_figures_without_a_path
     assert str(saved.parent) not in page and f"of {saved.name}/" not in page
     said = [sentence for text in re.findall("<(?:li|p)>([^<]+)<", page) for sentence in text.split(". ")]
     assert len(said) == len(set(said)) > 20
+    branches = pandas.read_csv(folder / "branches.csv")
+    assert json.loads((folder / "llm-drop-1.json").read_text()) == {
+        name: json.loads(branches[name][0]) for name in ("drop_attn_list", "drop_mlp_list")
+    }
     span = pandas.read_csv(folder / "spans.csv").iloc[0]
     assert facts[2].startswith(f"Cheapest to leave out: block {span['first']}, for {span['skip_delta_loss']:+.3g} nats")
     table = pandas.read_csv(folder / "table.csv").query("site == 'block_out' and mask == 'all'")
@@ -106,7 +111,8 @@ def test_a_model_without_a_language_model_head_is_measured_without_a_loss(tmp_pa
     page = (tmp_path / "out" / "report.html").read_text()
     for said in (summary, page):
         assert said.count("no loss: the model has no language-model head") == 1
-    assert "skip_sensitivity, logit_lens, spans: these need a loss" in page and "turns the stream least" in page
+    assert "skip_sensitivity, logit_lens, spans, branches: these need a loss" in page
+    assert "turns the stream least" in page and pandas.read_csv(tmp_path / "out" / "void_tokens.csv").shape[0] == 4
     assert {"token_l2_mean", "attention_entropy"} <= set(pandas.read_csv(tmp_path / "out" / "table.csv")["metric"])
     assert pandas.read_csv(tmp_path / "out" / "angular_distance.csv").shape == (3, 4)
     for name in ("massive_activations", "attention_sinks"):
@@ -130,7 +136,8 @@ def test_a_head_that_the_files_lack_is_named_and_nothing_is_measured_by_it(saved
     page = (tmp_path / "out" / "report.html").read_text()
     assert all("no loss: the head is random, as the files lack lm_head.weight" in said for said in (summary, page))
     assert "grad_l2_mean" not in set(pandas.read_csv(tmp_path / "out" / "table.csv")["metric"])
-    assert "logit_lens, spans: these need a loss" in page and not (tmp_path / "out" / "logit_lens.csv").exists()
+    assert "logit_lens, spans, branches: these need a loss" in page
+    assert not (tmp_path / "out" / "logit_lens.csv").exists()
     encoder = save(hf.BertModel(hf.BertConfig(**ENCODER)), tmp_path / "encoder")
     assert load(str(without(encoder, tmp_path / "poolerless", "pooler"))).remark == (
         "random weights that no layer reads, as the files lack pooler.dense.bias and 1 more"
@@ -215,10 +222,28 @@ def test_what_one_sequence_says_of_a_span_has_no_interval():
     row = dict(
         length=2, first=3, last=4, start=2, stop=4, keep=[[0, 2], [4, 6]], skip_delta_loss=0.25, low=0.2, high=0.3
     )
-    words = span_line(SimpleNamespace(**row))
+    (words,) = cut_lines(SimpleNamespace(tables={"spans": pandas.DataFrame([row])}))
     assert "blocks 3-4, loss +0.2500 [+0.2000, +0.3000]; layers[2:4] in transformers" in words
-    words = span_line(SimpleNamespace(**row | dict(low=float("nan"), high=float("nan"))))
+    alone = pandas.DataFrame([row | dict(low=float("nan"), high=float("nan"))])
+    (words,) = cut_lines(SimpleNamespace(tables={"spans": alone}))
     assert "loss +0.2500, of one sequence: no interval; layers[2:4]" in words and "nan" not in words
+
+
+def test_two_models_of_one_tokenizer_have_their_layers_mapped_and_others_the_reason(saved, tmp_path):
+    deeper = save(tiny_llama(num_hidden_layers=5), tmp_path / "deeper")
+    given = dict(length=32, rows=8, progress=False)
+    probe_report([str(deeper), str(saved)], saved / "text.txt", out=tmp_path / "out", **given)
+    table = pandas.read_csv(tmp_path / "out" / "layer_maps.csv", index_col=0)
+    assert table.shape == (4, 6) and table.index.name == str(saved)  # rows are the shallower model's layers
+    data = batches(load(str(saved)), saved / "text.txt", 32, 8)
+    expected = layer_maps(load(str(saved)).model, load(str(deeper)).model, data, progress=False)
+    assert table.to_numpy() == pytest.approx(expected.to_numpy(), rel=1e-6)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Which layer predicts which" in page and f"layer of {deeper.name}" in page
+    probe_report([str(deeper), str(saved)], saved / "text.txt", out=tmp_path / "short", **SHAPE)
+    page = (tmp_path / "short" / "report.html").read_text()
+    assert "layer_maps: maps from 32 features are fitted on 64 tokens or more, and there are 32" in page
+    assert not (tmp_path / "short" / "layer_maps.csv").exists()
 
 
 def test_a_masked_model_predicts_hidden_tokens(tmp_path):

@@ -1,0 +1,83 @@
+"""Held-out loss against learning rate (N5): which rate each scheme stands, and what its best one gives."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from normlab.analysis.selection import NothingToShow, checked, depths_of_most, has_learned, in_order, summarize
+from normlab.figures import theme
+from normlab.figures.draw import EndLabel, add_line, axis_bounds, label_ends, label_room, mark, value_axis
+from normlab.figures.registry import register
+
+_HEIGHT = 480
+_MARGIN = dict(l=70, r=190, t=104, b=62)
+
+
+@register("loss_by_rate", "N5", "held-out loss against learning rate")
+def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
+    """Held-out loss after training against the learning rate, one line per scheme that was trained at several (N5).
+
+    Lines go through means over seeds; dots are seeds. The dotted line is the trigram model's loss. A triangle at the
+    upper edge is a run above what is shown, or one that diverged.
+
+    Args:
+        runs: the table of `normlab.load_runs`.
+        depth: a number of blocks; default: the deepest at which most schemes were trained.
+    """
+    about = summarize(checked(runs))
+    if about.empty:
+        raise NothingToShow("The table is empty: no run has been trained yet.")
+    depth = max(depths_of_most(about), default=0) if depth is None else depth
+    about = about[about["depth"] == depth]
+    about = about[about.groupby("scheme")["lr"].transform("nunique") > 1]
+    if about.empty:
+        raise NothingToShow(f"No scheme of {depth} blocks was trained at several learning rates.")
+    learned, trigram = about.loc[has_learned(about), "eval_loss"], about["trigram_loss"].mean()
+    shown = learned if len(learned) else about["eval_loss"]
+    most = trigram if math.isfinite(trigram) else shown[np.isfinite(shown)].max()
+    bounds = axis_bounds([shown.min(), most], False, 0.04)
+    assert bounds is not None
+    figure, ends = go.Figure(), []
+    for name in in_order(about["scheme"]):
+        rows, style = about[about["scheme"] == name].sort_values("lr"), theme.style_of(name)
+        mean = rows.groupby("lr")["eval_loss"].mean()
+        inside = mean.where(mean <= bounds[1])
+        hover = "<br>rate %{x:g}: %{y:.3f} nats per token"
+        add_line(figure, name, mean.index.tolist(), inside, hover, name=style.title)
+        dots = rows[rows["eval_loss"] <= bounds[1]]
+        add_line(figure, name, dots["lr"].tolist(), dots["eval_loss"], hover, mode="markers", showlegend=False,
+                 marker=dict(color=style.color, size=6))  # fmt: skip
+        above = rows[~(rows["eval_loss"] <= bounds[1])]
+        for row in above.itertuples():
+            loss = f"{row.eval_loss:.2f}" if math.isfinite(row.eval_loss) else "diverged"
+            figure.add_scatter(
+                x=[row.lr],
+                y=[bounds[1]],
+                name=style.title,
+                mode="markers",
+                marker=mark(style.color, "triangle-up"),
+                showlegend=False,
+                cliponaxis=False,
+                hovertemplate=f"<b>{style.title}</b><br>rate %{{x:g}}: {loss}<extra></extra>",
+            )
+        if inside.notna().any():
+            best = inside.idxmin()
+            ends.append(EndLabel(float(inside.dropna().iloc[-1]), f"{style.title} {inside[best]:.3f}", style.color))
+    if math.isfinite(trigram):
+        figure.add_hline(y=trigram, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"))
+    label_ends(figure, ends, bounds, _HEIGHT - _MARGIN["t"] - _MARGIN["b"], False)
+    rates = sorted(about["lr"].unique())
+    reach = axis_bounds(rates, True, 0.05)
+    figure.update_xaxes(title_text="learning rate", **value_axis(reach, True))
+    figure.update_xaxes(tickvals=rates, ticktext=[f"{rate:g}" for rate in rates])
+    figure.update_yaxes(title_text="held-out loss, nats per token", range=bounds)
+    figure.update_layout(showlegend=False, margin=_MARGIN | dict(r=label_room(ends)))
+    tokens, dotted = about["tokens"].max() / 1e6, ""
+    if math.isfinite(trigram):
+        dotted = f" · dotted: trigram {trigram:.2f} · triangles: above, not learned"
+    words = f"{depth} blocks, {tokens:.1f}M tokens · each label has the scheme's lowest loss{dotted}"
+    return theme.titled(figure, "Held-out loss against learning rate", words, _HEIGHT)

@@ -1,0 +1,95 @@
+"""Few bits against NumPy's rounding: weights per output channel, activations per token, and nothing left behind."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from probe_zoo import batch_for, tiny_llama
+from torch import nn
+
+from normlab.errors import NormlabError
+from normlab.probes import quantization_costs
+
+
+def by_numpy(x: np.ndarray, bits: int) -> np.ndarray:
+    """Every row to its own grid, one value at a time."""
+    most = 2 ** (bits - 1) - 1
+    out = np.zeros_like(x)
+    for row, values in np.ndenumerate(np.abs(x).max(-1)):
+        if values > 0:
+            out[row] = [np.round(v / (values / most)) * (values / most) for v in x[row]]
+    return out
+
+
+class Coarse(nn.Module):
+    """A linear layer of rounded weights that rounds what it reads."""
+
+    def __init__(self, linear, weights, activations):
+        super().__init__()
+        self.bias, self.activations = linear.bias, activations
+        self.weight = torch.tensor(by_numpy(linear.weight.detach().numpy(), weights)) if weights else linear.weight
+
+    def forward(self, x):
+        x = torch.tensor(by_numpy(x.detach().numpy(), self.activations)) if self.activations else x
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def loss_of(model, batch, weights=None, activations=None) -> float:
+    model = copy.deepcopy(model)
+    for block in model.model.layers:
+        for name, module in list(block.named_modules()):
+            if isinstance(module, nn.Linear):
+                block.set_submodule(name, Coarse(module, weights, activations))
+    with torch.no_grad():
+        return float(model(**batch, use_cache=False).loss)
+
+
+def test_the_loss_is_that_of_a_model_whose_linear_layers_were_replaced():
+    model, batch = tiny_llama(num_hidden_layers=2), batch_for("llama")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    table = quantization_costs(model, [batch], bits=(8, 3), progress=False).set_index(["bits", "part"])
+    base = loss_of(model, batch)
+    for bits in (8, 3):
+        for part, given in (("weights", (bits, None)), ("activations", (None, bits)), ("both", (bits, bits))):
+            found = table.loc[(bits, part)]
+            assert found["delta_loss"] == pytest.approx(loss_of(model, batch, *given) - base, abs=2e-6)
+            assert found["loss"] == pytest.approx(base, abs=1e-6) and found["low"] <= found["high"]
+    assert table.loc[3, "delta_loss"].abs().max() > 10 * table.loc[8, "delta_loss"].abs().max()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_the_weights_come_back_where_a_pass_fails():
+    model, batch = tiny_llama(num_hidden_layers=2), batch_for("llama")
+    before, calls = model.model.layers[0].mlp.down_proj.weight.clone(), []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("no memory")
+
+    model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        quantization_costs(model, [batch], progress=False)
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, before)
+
+
+def test_gpt2s_transposed_layers_are_rounded_per_output_channel_and_other_matrices_are_refused():
+    torch.manual_seed(0)
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32)).eval()
+    ids = torch.randint(64, (2, 12))
+    found = quantization_costs(gpt2, [{"input_ids": ids}], bits=(2,), progress=False).set_index("part")
+    cut = copy.deepcopy(gpt2)
+    for block in cut.transformer.h:
+        for module in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
+            module.weight.data = torch.tensor(by_numpy(module.weight.detach().numpy().T.copy(), 2).T.copy())
+    with torch.no_grad():
+        expected = float(cut(ids, labels=ids).loss - gpt2(ids, labels=ids).loss)
+    assert found.loc["weights", "delta_loss"] == pytest.approx(expected, abs=2e-6) and abs(expected) > 1e-4
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+    model = nn.Sequential(nn.Embedding(64, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    with pytest.raises(NormlabError, match=r"block 1 holds self_attn.in_proj_weight in a Multihead"):
+        quantization_costs(model, [{"input": ids}], progress=False)
+    with pytest.raises(NormlabError, match="bits is 1: give whole numbers from 2 on"):
+        quantization_costs(gpt2, [{"input_ids": ids}], bits=(1,), progress=False)
