@@ -79,10 +79,9 @@ def norm_row(planned: Planned, device: Device) -> Row:
 
     launches: Any = nullcontext()
     if planned.launch:
-        chosen = getattr(choices, planned.direction)
-        launches = patch.object(
-            choices, planned.direction, lambda *where: choices.changed(chosen(*where), planned.launch)
-        )
+        chooser = "moments" if planned.function == "row_moments" else planned.direction
+        chosen = getattr(choices, chooser)
+        launches = patch.object(choices, chooser, lambda *where: choices.changed(chosen(*where), planned.launch))
     columns: Row = {}
     floor = peers.rows_moved(planned.function, planned.direction) * planned.rows * planned.width * device.dtype.itemsize
     expected = None

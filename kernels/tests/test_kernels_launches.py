@@ -15,6 +15,7 @@ import measure  # noqa: E402
 import plan  # noqa: E402
 import run  # noqa: E402
 
+LAUNCHED = ["bhyt", "add_bhyt", "layer_norm", "dyt", "derf", "seed_norm", "row_moments", "bhyt_carried"]
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU the benchmark itself is run")
 
 
@@ -27,7 +28,7 @@ def test_every_launch_of_the_fused_product_gives_its_result(launch: str) -> None
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("function", full_if_slow(["bhyt", "add_bhyt", "layer_norm", "dyt"], ("bhyt", "dyt")))
+@pytest.mark.parametrize("function", full_if_slow(LAUNCHED, ("dyt", "seed_norm", "row_moments")))
 def test_other_launches_of_a_norms_kernel_give_its_result(function: str) -> None:
     """Each once: the width that the stand-in for a GPU runs is the same for all. Nothing there knows of stages and of
     warps, but `choices.Launch`."""
