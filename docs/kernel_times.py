@@ -21,6 +21,7 @@ PEERS = {
     "compile": "torch.compile",
 }
 FUNCTIONS = ("rms_norm", "add_rms_norm", "layer_norm", "bhyt", "bhyt_carried", "add_bhyt", "dyt", "derf")
+FEW = 16  # rows, in decoding
 ROWS, WIDTHS, WIDE = 16_384, (2048, 4096, 8192), 8192
 
 
@@ -40,6 +41,7 @@ def texts() -> dict[str, str]:
         "host_ours": f"{_own('rms_norm', 'forward')['host_microseconds'].median():.0f}",
         "host_torch": f"{_own('rms_norm', 'forward', 'torch')['host_microseconds'].median():.0f}",
         "staged_gain": f"{plain(gained.min(), 1)} to {plain(gained.max(), 1)}",
+        **_decode(),
         **{f"fused_gain_{win.width}": _fused(win.width) for win in FUSION_WINS},
     }
 
@@ -61,6 +63,20 @@ def _own(function: str, direction: str, peer: str = "normlab") -> pd.DataFrame:
 def _range(function: str, direction: str) -> str:
     share = _own(function, direction)["share_of_copy"]
     return f"{plain(share.min())} to {plain(share.max())}"
+
+
+def _decode() -> dict[str, str]:
+    """The authors' decoding kernel beside ours, at few rows: its time over ours, and how far both are from the
+    formula, of its largest number."""
+    rows = times("decode").query("function in ('bhyt', 'add_bhyt') and rows <= @FEW")
+    by = rows.set_index(["function", "rows", "peer"])
+    ratio = by["microseconds"].unstack()["released"] / by["microseconds"].unstack()["normlab"]
+    errors = by["error"].unstack().max()
+    return {
+        "decode_time": f"{plain(ratio.min())} to {plain(ratio.max())}",
+        "decode_error": f"{errors['released']:.4f}",
+        "decode_error_ours": f"{errors['normlab']:.4f}",
+    }
 
 
 def _shares() -> str:
