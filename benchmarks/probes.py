@@ -15,7 +15,6 @@ that the tool has. Only installed tools are measured (nnsight, torchlens).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import resource
@@ -104,7 +103,7 @@ def plain_hooks(run: Case, model: Any, backward: bool) -> dict[str, list[float]]
 
 
 def all_cases(options: argparse.Namespace, backward: bool) -> dict[str, Case]:
-    """A pass, bare, recorded, and by the other tools that are installed; without gradients, or with a backward pass."""
+    """A bare pass, without gradients or with a backward pass, and the same under one tool; no case if it is missing."""
     model, ids = llama(options)
 
     def bare() -> None:
@@ -114,6 +113,12 @@ def all_cases(options: argparse.Namespace, backward: bool) -> dict[str, Case]:
                 out.loss.backward()
                 model.zero_grad()
 
+    cases: dict[str, Case] = {"bare": bare}
+    if options.tool in OTHERS:
+        try:
+            return cases | OTHERS[options.tool](options, backward)
+        except ImportError:
+            return {}
     recorded = {
         "normlab, two reductions": TWO_REDUCTIONS,
         "normlab, default metrics": DEFAULT_METRICS,
@@ -125,12 +130,9 @@ def all_cases(options: argparse.Namespace, backward: bool) -> dict[str, Case]:
             "normlab, all forward metrics but effective rank": ALL_BUT_RANK,
             "normlab, effective rank": ("update_effective_rank",),
         }
-    cases: dict[str, Case] = {"bare": bare, "the same again": bare}
+    cases["the same again"] = bare
     cases |= {name: partial(_recorded, bare, model, metrics) for name, metrics in recorded.items()}
     cases[PLAIN] = lambda: plain_hooks(bare, model, backward)
-    for others in (_nnsight_cases, _lens_cases, _torchlens_cases):
-        with contextlib.suppress(ImportError):
-            cases |= others(options, backward)
     return cases
 
 
@@ -201,6 +203,14 @@ def _torchlens_cases(options: argparse.Namespace, backward: bool) -> dict[str, C
     return {"torchlens trace, everything": everything}
 
 
+OTHERS: dict[str, Callable[[argparse.Namespace, bool], dict[str, Case]]] = {
+    "nnsight": _nnsight_cases,
+    "TransformerLens": _lens_cases,
+    "torchlens": _torchlens_cases,
+}
+TOOLS = ("normlab", *OTHERS)  # each in a process of its own: the others change torch's functions
+
+
 def working(cases: dict[str, Case]) -> dict[str, Callable[[], tuple[float, float]]]:
     """The clocks of the cases that run here; a line for each that fails."""
     sides = {}
@@ -219,8 +229,9 @@ def _timed(case: Case) -> tuple[float, float]:
 
 
 def in_fresh_process(options: argparse.Namespace, backward: bool, *flags: str) -> Any:
-    """What this script prints last when it is run for one depth and pass; None if it fails."""
-    command = [sys.executable, "-m", "benchmarks.probes", "--depths", str(options.depth), *flags]
+    """What this script prints last when it is run for one depth, pass and tool; None if it fails."""
+    command = [sys.executable, "-m", "benchmarks.probes", "--depths", str(options.depth), "--tool", options.tool]
+    command += flags
     for name in ("width", "rows", "length", "vocabulary", "threads", "rounds"):
         command += [f"--{name}", str(getattr(options, name))]
     command.append("--backward" if backward else "--forward")
@@ -266,10 +277,12 @@ def _measure_memory(options: argparse.Namespace) -> float:
 
 
 def bench(options: argparse.Namespace, backward: bool) -> list[dict[str, Any]]:
-    """Time all cases of one depth."""
+    """Time the cases of one tool and depth."""
     times = interleaved(working(all_cases(options, backward)), options.rounds)
     rows = []
     for name, rounds in times.items():
+        if name == "bare" and options.tool != TOOLS[0]:
+            continue
         row: dict[str, Any] = {"pass": "forward and backward" if backward else "forward", "case": name}
         row["depth"] = options.depth
         for index, clock in enumerate(("cpu", "wall")):
@@ -287,11 +300,13 @@ def table(options: argparse.Namespace) -> pandas.DataFrame:
     """
     import pandas
 
-    rows = []
-    for depth, backward in product(options.depths, (False, True)):
-        rows += in_fresh_process(argparse.Namespace(**{**vars(options), "depth": depth}), backward)
+    rows: list[dict[str, Any]] = []
+    for depth, backward, tool in product(options.depths, (False, True), TOOLS):
+        asked = argparse.Namespace(**{**vars(options), "depth": depth, "tool": tool})
+        rows += in_fresh_process(asked, backward) or []
     kept = (ANGLE_DEPTH + 1) * options.rows * options.length * ANGLE_WIDTH * 4 / 2**20
-    memory = in_fresh_process(argparse.Namespace(**vars(options), depth=ANGLE_DEPTH), False, "--memory", ANGLES)
+    asked = argparse.Namespace(**vars(options), depth=ANGLE_DEPTH)
+    memory = in_fresh_process(asked, False, "--memory", ANGLES)
     rows.append({"pass": "forward", "case": ANGLES, "depth": ANGLE_DEPTH, "extra_peak_mib": memory, "kept_mib": kept})
     shape = {"width": options.width, "tokens": options.rows * options.length}
     shape |= {"threads": options.threads, "rounds": options.rounds}
@@ -304,7 +319,8 @@ def main() -> None:
     parser = arguments(__doc__, numbers)
     parser.add_argument("--depths", type=int, nargs="+", default=[6, 12, 24, 48], help="default: 6 12 24 48")
     parser.add_argument("--memory", metavar="CASE", help="only measure the extra memory of this case, in MiB")
-    one = parser.add_mutually_exclusive_group()  # else each in a process of its own: torchlens leaves torch wrapped
+    parser.add_argument("--tool", choices=TOOLS, default=TOOLS[0], help="which, where one pass is measured")
+    one = parser.add_mutually_exclusive_group()
     one.add_argument("--forward", action="store_true", help="only the forward pass of the first depth")
     one.add_argument("--backward", action="store_true", help="only that with a backward pass")
     options = parser.parse_args()
