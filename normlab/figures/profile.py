@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from textwrap import wrap
 from typing import Any
 
@@ -123,18 +122,20 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     span += [float(value) for line in predicted for value in line.values if np.isfinite(value)]
     log = log_axis(view, options.log) and (row.log or min(span, default=1.0) > 0)  # of sizes, zeros are left out
     bounds = axis_bounds(span, log)
-    traces = [_band(line, options.theme) for line in bands]
-    traces += [_line(line, view, options.theme, is_theory=True) for line in predicted]
-    traces += [_line(line, view, options.theme) for line in lines]
+    shown = {*view.schemes, *map(str, printed["scheme"])}
+    styles, sheet = {name: look.style_of(name, options.theme) for name in shown}, look.plain_template(options.theme)
+    traces = [_band(line, styles[line.scheme]) for line in bands]
+    traces += [_line(line, view, styles[line.scheme], is_theory=True) for line in predicted]
+    traces += [_line(line, view, styles[line.scheme]) for line in lines]
     if len(printed):
-        colors = [look.ink(look.style_of(str(scheme)).color, options.theme) for scheme in printed["scheme"]]
+        colors = [styles[str(scheme)].color for scheme in printed["scheme"]]
         traces.append(published_trace(printed, row.name, colors))
-    labels = label_trace([_end(line, options.theme) for line in lines], bounds, _PANEL, log)
+    labels = label_trace([_end(line, styles[line.scheme]) for line in lines], bounds, _PANEL, log)
     traces += [] if labels is None else [labels]
     deepest = int(max([view.depth, *printed["layer"]]))
     words = _title(view, profiles.rate(view), bool(bands))
     title = dict(text=words, y=1, yref="container", yanchor="top", pad=dict(t=look.LINES_PAD))
-    layout = _layout(view, deepest, bounds, log, options.theme) | {"title": title}
+    layout = _layout(view, deepest, bounds, log) | {"title": title, "template": sheet}
     return {"data": traces, "layout": layout if lines else layout | {"annotations": [_nothing(profiles, view)]}}
 
 
@@ -175,9 +176,8 @@ def _span(lines: Sequence[Profile], bands: Sequence[Profile]) -> list[float]:
     return [float(value) for part in parts for value in part if np.isfinite(value)]
 
 
-def _band(line: Profile, theme: str) -> dict[str, Any]:
+def _band(line: Profile, style: look.Style) -> dict[str, Any]:
     known = np.isfinite(line.low) & np.isfinite(line.high)
-    color = look.ink(look.style_of(line.scheme).color, theme)
     return dict(
         type="scatter",
         mode="lines",
@@ -185,24 +185,22 @@ def _band(line: Profile, theme: str) -> dict[str, Any]:
         hoverinfo="skip",
         line=dict(width=0),
         name=f"{line.scheme} band",
-        fillcolor=look.faded(color, 0.16),
+        fillcolor=look.faded(style.color, 0.16),
         x=np.concatenate([line.layers[known], line.layers[known][::-1]]),
         y=np.concatenate([line.low[known], line.high[known][::-1]]),
     )
 
 
-def _line(line: Profile, view: View, theme: str, is_theory: bool = False) -> dict[str, Any]:
+def _line(line: Profile, view: View, style: look.Style, is_theory: bool = False) -> dict[str, Any]:
     """A scheme's line; a thin one with rings for what theory predicts."""
-    style = look.style_of(line.scheme)
-    color = look.ink(style.color, theme)
     spread = f"%{{customdata[0]:.4~g}} to %{{customdata[1]:.4~g}}, {line.seeds} seeds" if line.seeds > 1 else "1 seed"
     trace = dict(type="scatter", name=line.scheme, x=line.layers, y=line.values)
     if is_theory:
-        trace |= dict(name=f"{line.scheme} theory", mode="lines+markers", line=dict(color=color, width=1))
+        trace |= dict(name=f"{line.scheme} theory", mode="lines+markers", line=dict(color=style.color, width=1))
         hover = _hover(view, style.title, "theory, before training")
         return trace | dict(marker=dict(symbol="circle-open", size=5), hovertemplate=hover)
-    look_of = dict(color=color, dash=style.dash, width=2.2)
-    trace |= dict(mode="lines", meta=dict(scheme=line.scheme), line=look_of)
+    drawn = dict(color=style.color, dash=style.dash, width=2.2)
+    trace |= dict(mode="lines", meta=dict(scheme=line.scheme), line=drawn)
     trace |= dict(hovertemplate=_hover(view, style.title, spread))
     return trace if line.seeds == 1 else trace | dict(customdata=np.stack([line.low, line.high], axis=1))
 
@@ -220,10 +218,10 @@ def _published(published: pd.DataFrame | None, view: View) -> pd.DataFrame:
     return published_points(published if is_absolute else None, view.metric, view.schemes, view.site)
 
 
-def _end(line: Profile, theme: str) -> EndLabel:
-    style, known = look.style_of(line.scheme), line.values[np.isfinite(line.values)]
+def _end(line: Profile, style: look.Style) -> EndLabel:
+    known = line.values[np.isfinite(line.values)]
     last = float(known[-1]) if known.size else float("nan")
-    return EndLabel(last, style.title, look.ink(style.color, theme), x=int(line.layers[-1]))
+    return EndLabel(last, style.title, style.color, x=int(line.layers[-1]))
 
 
 def _title(view: View, rate: str, band: bool) -> str:
@@ -236,14 +234,7 @@ def _title(view: View, rate: str, band: bool) -> str:
     return look.in_one(title, where, *wrap(about, _LINE))
 
 
-@cache
-def _sheet(theme: str) -> dict[str, Any]:
-    """The template as plain data, which takes as long to make as all the rest."""
-    sheet: dict[str, Any] = look.template(theme).to_plotly_json()
-    return sheet
-
-
-def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: bool, theme: str) -> dict[str, Any]:
+def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: bool) -> dict[str, Any]:
     row = metric_row(view.metric)
     label = "relative to layer 1" if view.relative else row.axis
     if view.reference is not None:
@@ -252,7 +243,6 @@ def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: b
     neutral_line = dict(color=look.NEUTRAL, dash="dot")
     line = dict(type="line", xref="x domain", x0=0, x1=1, y0=neutral, y1=neutral, line=neutral_line)
     return dict(
-        template=_sheet(theme),
         showlegend=False,
         autosize=True,
         height=HEIGHT,

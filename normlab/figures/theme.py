@@ -7,6 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from textwrap import wrap
+from typing import Any
 
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -63,13 +64,13 @@ class Style:
     is_control: bool
 
 
-def style_of(scheme: str) -> Style:
-    """Style of a scheme; one that is not registered (a table from elsewhere) is grey, under its own name."""
+def style_of(scheme: str, theme: str = "light") -> Style:
+    """Style of a scheme on that page; one that is not registered (a table from elsewhere) is grey, under its name."""
     row = SCHEMES.get(scheme)
     if row is None:
         return Style(scheme, scheme, NEUTRAL, "dashdot", False)
     color, dash = (row.color, row.dash) if row.color else _free_looks(tuple(SCHEMES))[scheme]
-    return Style(row.name, row.title, color, dash, row.is_control)
+    return Style(row.name, row.title, ink(color, theme), dash, row.is_control)
 
 
 def name_of(scheme: str) -> str:
@@ -131,6 +132,13 @@ def template(theme: str = "light") -> go.layout.Template:
         colorway=[NEUTRAL],
     )
     return go.layout.Template(layout=layout)
+
+
+@functools.cache
+def plain_template(theme: str) -> dict[str, Any]:
+    """The template as plain data, which takes as long to make as a figure."""
+    sheet: dict[str, Any] = template(theme).to_plotly_json()
+    return sheet
 
 
 def themed(figure: go.Figure, theme: str) -> go.Figure:
