@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -123,7 +124,8 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor], blocks: str | None = No
     Raises NormlabError where no stack of blocks is found.
     """
     where = _stack_that_runs(model, batch) if blocks is None else sites(model, blocks)
-    with torch.no_grad(), record(where, metrics=["relative_contribution"]) as recorder:
+    reached = _Reaching([block.module for block in where.blocks])
+    with torch.no_grad(), record(where, metrics=["relative_contribution"]) as recorder, reached:
         _called(model, batch)
     names = {module: name for name, module in model.named_modules()}
     branches = {names[module]: kind for (kind, _), (module, _) in recorder.branches.items()}
@@ -145,7 +147,8 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor], blocks: str | None = No
     branches = {name: kind for name, kind in branches.items() if name not in norms}
     final = tuple(names[norm] for norm in where.outer_norms)
     wholes = {names[branch.module]: names[branch.whole] for block in where.blocks for branch in block.branches}
-    names_of_blocks = tuple(block.name for block in where.blocks)
+    # Blocks that the batch does not reach, such as Mllama's for images, hold nothing to compare.
+    names_of_blocks = tuple(block.name for block in where.blocks if block.module in reached.ran or not reached.ran)
     return Roles(names_of_blocks, norms, branches, final, wholes, recorder.mask_name)
 
 
@@ -163,6 +166,30 @@ def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
         if ran:
             return where
     return smallest
+
+
+class _Reaching:
+    """While active, notes in `ran` which modules run: as modules, or by `module.forward`, which no hook sees."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.ran: set[nn.Module] = set()
+        self._modules = modules
+
+    def __enter__(self) -> None:
+        self._own = [vars(module).get("forward") for module in self._modules]
+        for module in self._modules:
+            vars(module)["forward"] = partial(self._forward, module, module.forward)
+
+    def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.ran.add(module)
+        return forward(*args, **kwargs)
+
+    def __exit__(self, *_: Any) -> None:
+        for module, own in zip(self._modules, self._own, strict=True):
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = own
 
 
 def _called(model: nn.Module, batch: dict[str, Any]) -> Any:

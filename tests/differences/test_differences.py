@@ -773,3 +773,52 @@ def test_a_lora_layer_is_known_by_the_names_of_its_parts():
     layer: Any = module["q_proj"]
     assert found.keys() == {"q_proj.weight", "q_proj.bias", "o_proj.weight", "o_proj.bias"}
     assert torch.equal(found["q_proj.weight"], layer.base_layer.weight + 0.5 * layer.lora_B @ layer.lora_A)
+
+
+
+# -- blocks that the batch does not reach ------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn, self.mlp = nn.Linear(width, width), nn.Sequential(nn.Linear(width, width), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Reader(nn.Module):
+    """Its block 2 runs only with an image, as Mllama's for images; or it is called aside, so that no hook sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor, image: bool = False, aside: bool = False) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for number, block in enumerate(self.layers):
+            if number != 1 or image:
+                x = block(x)
+            elif aside:
+                x = block.forward(x)
+        return self.head(x)
+
+
+def test_blocks_that_neither_model_runs_are_left_out_and_what_no_hook_sees_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Reader().eval()
+    other = copy.deepcopy(model)
+    other.layers[2].mlp[0].weight.data *= 1.5
+    ids = torch.randint(3, 64, (2, 9))
+    assert roles_of(model, {"input_ids": ids}).blocks == ("layers.0", "layers.2", "layers.3")
+    found = diff(model, other, {"input_ids": ids})
+    assert found.first == Site("mlp_out", 2) and found.table["layer"].max() == 4  # three blocks ran, then the logits
+    assert diff(model, copy.deepcopy(model), {"input_ids": ids}).equal and "forward" not in vars(model.layers[0])
+    with_image = diff(model, other, {"input_ids": ids, "image": True})
+    assert with_image.table["layer"].max() == 5
+    with pytest.raises(NormlabError, match="did not run in the model's pass, or was not called as a module"):
+        diff(model, other, {"input_ids": ids, "aside": True})
