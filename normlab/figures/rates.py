@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -38,9 +37,10 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
         raise NothingToShow(f"No scheme of {depth} blocks was trained at several learning rates.")
     learned, trigram = about.loc[has_learned(about), "eval_loss"], about["trigram_loss"].mean()
     shown = learned if len(learned) else about["eval_loss"]
-    most = trigram if math.isfinite(trigram) else shown[np.isfinite(shown)].max()
+    most = trigram if math.isfinite(trigram) else shown.replace(math.inf, math.nan).max()
     bounds = axis_bounds([shown.min(), most], False, 0.04)
-    assert bounds is not None
+    if bounds is None:
+        raise NothingToShow(f"No run of {depth} blocks ended with a finite loss.")
     figure, ends = go.Figure(), []
     for name in in_order(about["scheme"]):
         rows, style = about[about["scheme"] == name].sort_values("lr"), theme.style_of(name)

@@ -58,7 +58,7 @@ def void_tokens(
         growths: list[Tensor] = []
 
         def look(layer: int, h: Tensor) -> None:
-            h = at_least_float32(h)
+            h = at_least_float32(h).to(runner.device)  # blocks may be spread over devices
             norm = torch.linalg.vector_norm(h, dim=-1)
             if layer == 0:
                 kept.append(runner.counted(batch, h))
@@ -121,11 +121,11 @@ def _counted_states(runner: Runner, batch: Batch) -> tuple[Tensor, Tensor]:
 
     def keep(layer: int, h: Tensor) -> None:
         if layer == 0:
-            counted.append(runner.counted(batch, h))
-        states.append(h[counted[0]].cpu())
+            counted.append(runner.counted(batch, h).cpu())
+        states.append(h.cpu()[counted[0]])
 
     see_layers(runner, batch, keep)
-    return counted[0].cpu(), torch.stack(states)
+    return counted[0], torch.stack(states)
 
 
 def layer_maps(

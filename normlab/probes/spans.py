@@ -83,7 +83,7 @@ def cheapest_spans(
             continue
         nearest = sorted(starts, key=lambda first: angles.loc[first - 1, first + length - 1])[:candidates]
         tried = skip_sensitivity(where, choosing, span=length, layers=nearest, progress=progress)
-        best = int(tried.loc[tried["skip_delta_loss"].idxmin(), "layer"])
+        best = int(_cheapest(tried)["layer"])
         measured = skip_sensitivity(where, measuring, span=length, layers=[best], progress=progress).iloc[0]
         last = best + length - 1
         ranges = [[0, best - 1], [last, where.depth]]
@@ -93,6 +93,13 @@ def cheapest_spans(
     if not rows:
         raise NormlabError("later blocks read what every span makes besides the stream: none can be dropped")
     return pandas.DataFrame(rows)
+
+
+def _cheapest(tried: pandas.DataFrame) -> pandas.Series:
+    """The row of the least cost. NormlabError where no cost is a number."""
+    if tried["skip_delta_loss"].isna().all():
+        raise NormlabError("the loss is not finite: nothing can be told to be the cheapest")
+    return tried.loc[tried["skip_delta_loss"].idxmin()]
 
 
 @torch.no_grad()
@@ -153,10 +160,10 @@ def cheapest_branches(
     most = max(1, len(order) // 4) if most is None else most
     if not 1 <= most < len(order):
         raise NormlabError(f"1 to {len(order) - 1} of {len(order)} branches can be left out, not {most}")
-    left_out: tuple[Part, ...] = (order[0],)
+    left_out: tuple[Part, ...] = _cheapest(alone)["skipped"]
     while len(left_out) < most:
         tried = costs(choosing, [(*left_out, one) for one in order if one not in left_out][:candidates])
-        left_out = tried.loc[tried["skip_delta_loss"].idxmin(), "skipped"]
+        left_out = _cheapest(tried)["skipped"]
     measured = costs(measuring, [left_out[:size] for size in range(1, most + 1)])
     rows = []
     for row in measured.to_dict("records"):

@@ -11,7 +11,7 @@ from probe_zoo import batch_for, tiny_llama
 
 from normlab.errors import NormlabError
 from normlab.figures import theme
-from normlab.probes import cheapest_spans, mergekit_config, record, skip_sensitivity
+from normlab.probes import cheapest_branches, cheapest_spans, mergekit_config, record, skip_sensitivity
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +67,12 @@ def test_the_heat_map_has_a_row_a_metric_and_site_and_the_values_to_hover(model)
     assert len(stats.plot("rms", kind="heatmap").data[0].y) < len(trace.y)
     with pytest.raises(NormlabError, match="unknown kind 'pie'"):
         stats.plot("rms", kind="pie")
+
+
+def test_a_loss_that_is_no_number_has_no_cheapest_part():
+    broken = tiny_llama(num_hidden_layers=3)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    for find in (cheapest_spans, cheapest_branches):
+        with pytest.raises(NormlabError, match="the loss is not finite: nothing can be told to be the cheapest"):
+            find(broken, [batch_for("llama")], progress=False)

@@ -91,3 +91,9 @@ def test_the_figure_has_a_line_per_scheme_and_triangles_for_what_has_not_learned
     assert "trigram 3.70" in figure.layout.title.subtitle.text
     empty = loss_by_rate(runs[runs["lr"] == 4e-3])
     assert "was trained at several learning rates" in str(empty.layout.annotations)
+
+
+def test_runs_that_all_diverged_have_a_figure_that_says_so():
+    runs = pd.concat([one_run("lns", 8, 0, lr, status="diverged") for lr in (1e-3, 2e-3)], ignore_index=True)
+    runs = runs[runs["metric"] != "unigram_entropy"]
+    assert "No run of 8 blocks ended with a finite loss." in str(loss_by_rate(runs).layout.annotations)
