@@ -4,9 +4,9 @@
 
 QUANTITY: A - B @ FOLDER compares scheme A with B over the runs of data/FOLDER, as `normlab.compare` does: a ratio of
 sizes, a difference of everything else. Without B it is A's mean over seeds, a geometric one of sizes. What follows the
-folder picks runs: `depth`, `lr` (without it each scheme has its best rate), `seed`; or says how the number is written:
-`digits=3`, `abs=1` without its sign, `range=1` with its interval. A word after a last colon is the verdict that the
-sentence rests on. `fill` refuses a page whose verdict has changed.
+folder picks runs: `depth`, `lr`, `seed`. Without `lr` losses are of each scheme's best rate, sizes of the rate that the
+pair shares. Or it says how the number is written: `digits=3`, `abs=1` without its sign, `range=1` with its interval. A
+word after a last colon is the verdict that the sentence rests on. `fill` refuses a page whose verdict has changed.
 """
 
 from __future__ import annotations
@@ -47,12 +47,18 @@ def fill(page: str, name: str) -> str:
         except (ValueError, normlab.NormlabError) as error:
             raise ValueError(f"{name}: {mark} {error}") from error
 
-    return MARKED.sub(text_of, page)
+    filled = MARKED.sub(text_of, page)
+    for mark in re.findall(r"<!--[^>]* @ [^>]*-->", page):
+        if not MARKED.match(f"{mark}<!-- / -->"):
+            raise ValueError(f"{name}: {mark} is no query: write QUANTITY: A - B @ FOLDER name=value : verdict")
+    return filled
 
 
 def answer(query: re.Match[str]) -> str:
     """The number that a query asks for, as text."""
     options = dict(pair.split("=") for pair in query["options"].split())
+    if any(options.get(name, "1") != "1" for name in ("abs", "range")) or {"abs", "range"} <= options.keys():
+        raise ValueError("abs=1 or range=1, not both, or leave them out")
     if unknown := sorted(options.keys() - {*PICKS, *FORMS}):
         raise ValueError(f"unknown option {unknown[0]}: choose from {', '.join((*PICKS, *FORMS))}")
     runs = picked(query["folder"], **{key: float(value) for key, value in options.items() if key in PICKS})
@@ -60,6 +66,8 @@ def answer(query: re.Match[str]) -> str:
     if query["verdict"] and query["verdict"] != row["verdict"]:
         raise ValueError(f"the runs say {row['verdict']}: write the sentence anew")
     is_change = query["b"] is not None and row["kind"] == "difference"
+    if not np.isfinite(row["estimate"]):
+        raise ValueError("the runs have no such number")
     written = f"{{:{'+' if is_change and 'abs' not in options else ''}.{options.get('digits', 2)}f}}".format
     value = abs(row["estimate"]) if "abs" in options else row["estimate"]
     text = written(value) + (bracketed(row["low"], row["high"], written) if "range" in options else "")

@@ -70,6 +70,8 @@ def test_a_verdict_that_the_runs_do_not_give_and_bad_queries_are_refused(fill):
         ("loss: lns @ depth_and_rate lr=0.004 depth=99", "has no such runs"),
         ("loss: lns @ depth_and_rate lr=0.004", "say the depth: 4, 16"),
         ("loss: derf @ depth_and_rate depth=16", "derf"),
+        (f"{query} abs=1 range=1", "not both"),
+        ("loss: lns-pre_rmsnorm @ depth_and_rate depth=16", "is no query"),
     ):
         with pytest.raises(ValueError, match="p.md: <!-- .*" + words):
             fill(f"<!-- {bad} -->?<!-- / -->", "p.md")

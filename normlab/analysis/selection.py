@@ -3,7 +3,7 @@
 A table may hold several depths, widths, seeds and learning rates. A figure shows one width and usually one depth.
 
 - Losses are shown at each scheme's own learning rate. That is the rate with most seeds, or of several the one with the
-  lowest final loss.
+  lowest validation loss.
 - Magnitudes are shown at one rate for all schemes of a depth, if they share one. The rate moves magnitudes far more
   than the scheme does.
 
@@ -138,8 +138,8 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     Columns `scheme depth width seed lr status dtype steps tokens train_loss eval_loss validation_loss unigram_entropy
     bigram_loss trigram_loss`. dtype is empty for a table without it. Losses are those of the last step at which they
     were logged. A diverged run has an infinite eval loss. `validation_loss`, of the half of the held-out text that
-    rates are chosen on, is the eval loss where runs report no other half. Bigram and trigram losses are missing for
-    runs that do not store them.
+    rates are chosen on, is the eval loss where not all runs of the scheme and depth have it. Bigram and trigram losses
+    are missing for runs that do not store them.
     """
     checked(runs)
     by_run = runs.groupby("run", observed=True)
@@ -160,8 +160,9 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
             rows = rows[rows["split"] == split]
         about[column] = rows.groupby("run", observed=True)["value"].last()
     about["eval_loss"] = about["eval_loss"].astype(float).mask(about["status"] == DIVERGED, np.inf)
-    chosen_by = about["validation_loss"].astype(float).fillna(about["eval_loss"])
-    about["validation_loss"] = chosen_by.mask(about["status"] == DIVERGED, np.inf)
+    validation, diverged = about["validation_loss"].astype(float), about["status"] == DIVERGED
+    whole = (validation.notna() | diverged).groupby([about["scheme"], about["depth"]]).transform("all")
+    about["validation_loss"] = validation.where(whole, about["eval_loss"]).mask(diverged, np.inf)
     return about.astype({"scheme": str, "status": str, "dtype": str})
 
 

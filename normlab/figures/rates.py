@@ -7,7 +7,15 @@ import math
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.selection import NothingToShow, checked, depths_of_most, has_learned, in_order, summarize
+from normlab.analysis.selection import (
+    NothingToShow,
+    checked,
+    depths_of_most,
+    has_learned,
+    in_order,
+    one_precision,
+    summarize,
+)
 from normlab.figures import theme
 from normlab.figures.draw import EndLabel, add_line, axis_bounds, label_ends, label_room, mark, value_axis
 from normlab.figures.registry import register
@@ -32,6 +40,9 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
         raise NothingToShow("The table is empty: no run has been trained yet.")
     depth = max(depths_of_most(about), default=0) if depth is None else depth
     about = about[about["depth"] == depth]
+    about = one_precision(about[about["width"] == about["width"].mode().iloc[0]])
+    if about.duplicated(["scheme", "lr", "seed"]).any() or about["trigram_loss"].dropna().round(6).nunique() > 1:
+        raise NothingToShow("Runs of one scheme, rate and seed differ in something else: keep those of one setting.")
     about = about[about.groupby("scheme")["lr"].transform("nunique") > 1]
     if about.empty:
         raise NothingToShow(f"No scheme of {depth} blocks was trained at several learning rates.")

@@ -232,7 +232,7 @@ def layer_map(table: pd.DataFrame, shallow: str, deep: str) -> go.Figure:
         table: what it returns.
         shallow, deep: names of the two models.
     """
-    best = table.iloc[1:].idxmin()
+    best = table.iloc[1:].dropna(axis=1, how="all").idxmin()
     bar, hover = {"title": "left"}, "layer %{y} predicts layer %{x}: %{z:.3f} is left<extra></extra>"
     figure = _heat_map(
         table.columns, table.index, table.values.tolist(), bar, zmin=0, zmax=1, hovertemplate=hover, name="left"

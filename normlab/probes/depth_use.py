@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Z95, Batch, Runner, mean_and_error, row_means, see_layers, table_of
+from normlab.probes.experiments import Z95, Batch, Runner, listed, mean_and_error, row_means, see_layers, table_of
 from normlab.probes.passes import evaluating
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import at_least_float32
@@ -35,12 +35,13 @@ def void_tokens(
 
     Rule "void" (*Void in Language Models*, 2505.14467, its L2 adaptive computation): the token's L2 norm grows by less
     than `alpha` times the range of its growth over the blocks before, ||h_l|| - ||h_{l-1}|| < alpha (max_k g_k -
-    min_k g_k), g_k the growth in block k < l; below 0 in the first block. A growth below a thousandth counts as 0:
-    where norms hold the length (Post-LN) no token is void. A block that turns the stream without making it
-    longer is void. Rule "small": ||h_l - h_{l-1}|| < `small` ||h_{l-1}||, which sees the turn.
+    min_k g_k), g_k the growth in block k < l; below 0 in the first block. A growth below a thousandth counts as 0.
+    Where norms hold the length (Post-LN) only the first block's growth speaks. A block that turns the stream without
+    making it longer is void. Rule "small": ||h_l - h_{l-1}|| < `small` ||h_{l-1}||, which sees the turn.
 
     Returns:
-        One row per rule and block: `rule layer value standard_error low high`, shares in [0, 1]. Other arguments as for
+        One row per rule and block: `rule layer value standard_error low high`, shares in [0, 1]; NaN where a state is
+        not finite. Other arguments as for
         `angular_distance`.
 
     Raises:
@@ -67,9 +68,13 @@ def void_tokens(
                 growth = norm - norm_before
                 growth[growth.abs() < LEAST_GROWTH * norm] = 0
                 past = torch.stack(growths) if growths else torch.zeros_like(growth)[None]
-                void.append((counted & (growth < alpha * (past.amax(0) - past.amin(0)))).sum(1))
                 change = torch.linalg.vector_norm(h - before, dim=-1)
-                unchanged.append((counted & (change < small * norm_before)).sum(1))
+                lost = (counted & ~(growth.isfinite() & change.isfinite())).any(1)  # rows that tell nothing
+                for shares, is_so in (
+                    (void, growth < alpha * (past.amax(0) - past.amin(0))),
+                    (unchanged, change < small * norm_before),
+                ):
+                    shares.append((counted & is_so).sum(1).double().masked_fill(lost, torch.nan))
                 growths.append(growth)
             kept[1:] = [h.clone(), norm]
 
@@ -151,7 +156,7 @@ def layer_maps(
         NormlabError: one sequence only, fewer tokens to fit on than twice the shallow width, other tokens in the two
             models, or as for `angular_distance`.
     """
-    held = list(batches)
+    held = listed(batches)
     return maps_between(layer_states(shallow, held, progress=progress), layer_states(deep, held, progress=progress))
 
 
@@ -166,6 +171,10 @@ def maps_between(shallow: LayerStates, deep: LayerStates) -> pandas.DataFrame:
     places = [(one.rows, one.positions) for one in (shallow, deep)]
     if not all(torch.equal(a, b) for a, b in zip(*places, strict=True)):
         raise NormlabError("the two models count other tokens: give models of one tokenizer, and batches of it")
+    if not all(bool(one.states.isfinite().all()) for one in (shallow, deep)):
+        raise NormlabError("a state is not finite: no map can be fitted")
+    if not len(shallow.rows):
+        raise NormlabError("there is nothing to measure on: no token counts")
     fitted, width = shallow.rows % 2 == 0, shallow.states.shape[-1]
     tested = ~fitted
     if not bool(tested.any()):
@@ -175,7 +184,7 @@ def maps_between(shallow: LayerStates, deep: LayerStates) -> pandas.DataFrame:
             f"maps from {width} features are fitted on {TOKENS_PER_FEATURE * width} tokens or more, and there are "
             f"{int(fitted.sum())}: give more batches"
         )
-    rows = (shallow.rows[tested] - 1) // 2  # of those that are tested
+    rows = torch.unique(shallow.rows[tested], return_inverse=True)[1]  # of those that are tested
     shape = len(shallow.states), len(deep.states)
     value, error = torch.full((2, *shape), torch.nan, dtype=torch.float64)
     sequences = int(rows.max()) + 1

@@ -8,6 +8,7 @@ where there is one.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -254,6 +255,13 @@ class Runner:
         return x.shape[0] != x.shape[1] or bool(is_turned(texts[0], x))
 
 
+def listed(batches: Iterable[Batch]) -> list[Batch]:
+    """The batches, to go through several times. NormlabError if they are none."""
+    if not isinstance(batches, Iterable):
+        raise NormlabError(f"batches is {batches!r:.80}: give dicts of the model's arguments")
+    return list(batches)
+
+
 def _is_encoder_decoder(module: nn.Module) -> bool:
     return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
 
@@ -350,8 +358,8 @@ Change = tuple[nn.Module, Hook]  # a module, and what makes it do nothing
 def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Part, Change]:
     """How each part of a model is skipped.
 
-    A branch cannot be if its block does not add up, or if it returns the stream with itself added and is not given the
-    stream.
+    A branch cannot be if its block does not add up, if another block has the same one, or if it returns the stream with
+    itself added and is not given the stream.
     """
     changes: dict[Part, Change] = {}
     if "block" in parts:
@@ -375,7 +383,8 @@ def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Par
         part, layer = PART_OF.get(kind, ""), place.get(numbered)
         if part in parts and layer and (form != "contained" or residuals.get(module) is not None):
             changes[part, layer] = (module, return_residual if form == "contained" else return_zero)
-    return changes
+    uses = Counter(module for module, _ in changes.values())
+    return {part: change for part, change in changes.items() if uses[change[0]] == 1}
 
 
 def skip_costs(
@@ -462,12 +471,13 @@ def skip_sensitivity(
     runner = Runner(model, batches, progress, "skip sensitivity")
     kept, depth = KeptPass(runner.stream), runner.sites.depth
     starts = range(1, depth - span + 2)
-    if wrong := sorted(set(layers or ()) - set(starts)):
+    chosen = None if layers is None else sorted({int(layer) for layer in layers})
+    if wrong := sorted(set(chosen or ()) - set(starts)):
         raise NormlabError(f"there is no span of {span} from layer {wrong[0]}: layers are 1 to {depth}")
 
     def skips(batch: Batch) -> dict[tuple[Part, ...], list[Change]]:
         changes = part_changes(runner, batch, parts)
-        firsts = starts if layers is None else sorted(set(layers))
+        firsts = starts if chosen is None else chosen
         sets = [tuple((part, first + i) for i in range(span)) for part in parts for first in firsts]
         found = {skipped: [changes[one] for one in skipped] for skipped in sets if changes.keys() >= set(skipped)}
         if not found:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     import pandas
 
 PARTS = ("weights", "activations", "both")
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
 def quantization_costs(
-    model: nn.Module | Sites, batches: Iterable[Batch], *, bits: Sequence[int] = (8, 4), progress: bool = True
+    model: nn.Module | Sites, batches: Iterable[Batch], *, bits: int | Iterable[int] = (8, 4), progress: bool = True
 ) -> pandas.DataFrame:
     """Measure how much the loss rises where the linear layers of all blocks compute with few bits.
 
@@ -34,7 +36,7 @@ def quantization_costs(
 
     Args:
         model, batches, progress: as for `skip_sensitivity`.
-        bits: of a number, 2 or more each.
+        bits: of a number, 2 or more each; one or several.
 
     Returns:
         One row per number of bits and part, "weights", "activations" or "both": `bits part loss delta_loss
@@ -46,21 +48,20 @@ def quantization_costs(
     """
     import pandas
 
-    for number in bits:
-        if not isinstance(number, int) or number < 2:
-            raise NormlabError(f"bits is {number!r}: give whole numbers from 2 on")
+    numbers = [bits] if isinstance(bits, int) else list(bits)
+    for number in numbers or [0]:
+        if not isinstance(number, Integral) or number < 2:
+            raise NormlabError(f"bits is {bits!r}: give whole numbers from 2 on")
     runner = Runner(model, batches, progress, "quantization")
     linear = _linear_layers(runner.sites)
-    cases = [(number, part) for number in bits for part in PARTS]
+    cases = [(int(number), part) for number in numbers for part in PARTS]
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         labels = runner.labels(batch)
         base = token_losses(runner.logits(batch), labels)
         values = [base.sum(1)]
         for number, part in cases:
-            hook = partial(_rounded_input, number)
-            inputs = hooked(before=[(module, hook) for module in linear]) if part != "weights" else nullcontext()
-            with inputs, _rounded_weights(linear if part != "activations" else {}, number):
+            with _rounding(linear, number, part):
                 values.append((token_losses(runner.logits(batch), labels) - base).sum(1))
         return torch.stack(values), (labels != IGNORED_LABEL).sum(1)
 
@@ -89,10 +90,11 @@ def _linear_layers(where: Sites) -> dict[nn.Module, int]:
     found: dict[nn.Module, int] = {}
     for block in where.blocks:
         for name, module in block.module.named_modules():
-            matrices = {key: x for key, x in module.named_parameters(recurse=False) if x.ndim > 1}
+            held = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            matrices = {key: x for key, x in held if x.ndim > 1 and _is_weight(module, x)}
             is_transposed = type(module).__name__ == "Conv1D"  # GPT-2's linear layer
             weight = matrices.get("weight") if isinstance(module, nn.Linear) or is_transposed else None
-            if weight is not None and weight.is_floating_point() and not weight.is_meta:
+            if isinstance(weight, nn.Parameter) and weight.dtype in FLOATS and not weight.is_meta:
                 found[module] = 0 if is_transposed else 1
             elif matrices and not isinstance(module, nn.Embedding):
                 place = f"{name}.{next(iter(matrices))}".removeprefix(".")
@@ -100,26 +102,46 @@ def _linear_layers(where: Sites) -> dict[nn.Module, int]:
                     f"block {block.index} holds {place} in a {type(module).__name__}: only linear layers of floats in "
                     "memory are quantized, and this would stay as it is"
                 )
+    if not found:
+        raise NormlabError("no block holds a linear layer: there is nothing to quantize")
     return found
 
 
-def _rounded_input(bits: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Round what a linear layer reads, per token; a hook before it runs."""
-    if args:
-        return (rounded(args[0], bits, -1), *args[1:]), kwargs
-    name = next(iter(kwargs))
-    return args, kwargs | {name: rounded(kwargs[name], bits, -1)}
+def _is_weight(module: nn.Module, x: Tensor) -> bool:
+    """True for parameters, and for buffers that hold packed weights; masks and tables of positions are none."""
+    packed = not x.is_floating_point() and x.dtype is not torch.bool
+    return isinstance(x, nn.Parameter) or packed or "Linear" in type(module).__name__
 
 
 @contextmanager
-def _rounded_weights(linear: Mapping[nn.Module, int], bits: int) -> Iterator[None]:
-    """While active, weights are rounded, per output channel."""
-    weights: dict[Any, int] = {module.weight: dim for module, dim in linear.items()}  # shared: once
-    before = [(weight, weight.data) for weight in weights]
+def _rounding(linear: Mapping[nn.Module, int], bits: int, part: str) -> Iterator[None]:
+    """While active, linear layers compute with rounded weights, with rounded inputs, or with both.
+
+    A weight is rounded when its layer runs, as it is then: where weights are sharded, they are whole only there.
+    """
+    own: dict[nn.Module, Any] = {}
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if part != "activations":
+            weight = module.weight
+            if not isinstance(weight, Tensor) or type(weight).__name__ == "DTensor":
+                raise NormlabError("a linear layer runs on a part of its weight: quantize the model on one device")
+            own[module] = module._parameters["weight"]
+            module._parameters["weight"] = nn.Parameter(rounded(weight.detach(), bits, linear[module]), False)
+        if part == "weights":
+            return None
+        if args:
+            return (rounded(args[0], bits, -1), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, kwargs | {name: rounded(kwargs[name], bits, -1)}
+
+    def after(module: nn.Module, *_: Any) -> None:
+        if module in own:
+            module._parameters["weight"] = own.pop(module)
+
     try:
-        for weight, dim in weights.items():
-            weight.data = rounded(weight.data, bits, dim)
-        yield
+        with hooked(*((module, after) for module in linear), before=[(module, before) for module in linear]):
+            yield
     finally:
-        for weight, data in before:
-            weight.data = data
+        for module, weight in own.items():  # of a pass that failed
+            module._parameters["weight"] = weight

@@ -17,6 +17,7 @@ from normlab.probes.experiments import (
     Change,
     Part,
     Runner,
+    listed,
     part_changes,
     skip_costs,
     skip_sensitivity,
@@ -45,8 +46,9 @@ def cheapest_spans(
 
     Of each length, the `candidates` spans with the smallest angle between their ends' residual streams (2403.17887) are
     skipped on every second batch. The cheapest is measured again on the other batches, because the data on which a
-    minimum was chosen flatters it. Blocks keep their index while others are skipped; where nothing depends on it, that
-    is deletion. No span holds a block whose keys and values, or the like, later blocks read.
+    minimum was chosen flatters it. A single batch serves for both. Blocks keep their index while others are skipped;
+    where nothing depends on it, that is deletion. No span holds a block whose keys and values, or the like, later
+    blocks read.
 
     Args:
         model, batches, progress: as for `skip_sensitivity`.
@@ -65,11 +67,15 @@ def cheapest_spans(
     import pandas
 
     where = model if isinstance(model, Sites) else sites(model)
-    all_batches = list(batches)
+    _require_counts(candidates=candidates, longest=longest)
+    all_batches = listed(batches)
     choosing, measuring = all_batches[::2], all_batches[1::2] or all_batches
     longest = where.depth // 2 if longest is None else longest
     if not 1 <= longest < where.depth:
         raise NormlabError(f"a span of 1 to {where.depth - 1} blocks can be dropped of {where.depth}, not of {longest}")
+    if [block.layer for block in where.blocks] != list(range(1, where.depth + 1)):
+        first, last = where.blocks[0].layer, where.blocks[-1].layer
+        raise NormlabError(f"spans are of all blocks of a model: these are {where.depth} of it, {first} to {last}")
     angles = angular_distance(where, choosing, progress=progress)
     runner = Runner(where, choosing[:1], False, "")
     kept = KeptPass(runner.stream)
@@ -95,6 +101,12 @@ def cheapest_spans(
     return pandas.DataFrame(rows)
 
 
+def _require_counts(**given: int | None) -> None:
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise NormlabError(f"{name} is {value!r}: give a whole number from 1 on")
+
+
 def _cheapest(tried: pandas.DataFrame) -> pandas.Series:
     """The row of the least cost. NormlabError where no cost is a number."""
     if tried["skip_delta_loss"].isna().all():
@@ -114,9 +126,10 @@ def cheapest_branches(
     """Leave out attention and MLP branches together, one more at a time: each the cheapest beside those before it.
 
     At each size, of the `candidates` branches that cost least alone, the one that raises the loss least together with
-    those left out already is left out too. That is measured on every second batch, and the resulting sets again on
-    the others. LLM-Drop (2406.15786) chooses all at once, by the angle between a branch's input and output. No set has
-    a branch whose block later blocks read besides the stream (keys and values that they share).
+    those left out already is left out too. That is measured on every second batch, and the resulting sets again on the
+    others. A single batch serves for both. LLM-Drop (2406.15786) chooses all at once, by the angle between a branch's
+    input and output. No set has a branch whose block later blocks read besides the stream (keys and values that they
+    share).
 
     Args:
         model, batches, progress: as for `skip_sensitivity`.
@@ -134,7 +147,8 @@ def cheapest_branches(
     import pandas
 
     where = model if isinstance(model, Sites) else sites(model)
-    all_batches = list(batches)
+    _require_counts(candidates=candidates, most=most)
+    all_batches = listed(batches)
     choosing, measuring = all_batches[::2], all_batches[1::2] or all_batches
     changes: dict[Part, Change] = {}
 
@@ -164,16 +178,17 @@ def cheapest_branches(
     while len(left_out) < most:
         tried = costs(choosing, [(*left_out, one) for one in order if one not in left_out][:candidates])
         left_out = _cheapest(tried)["skipped"]
+    place = {block.index: block.layer for block in where.blocks}
     measured = costs(measuring, [left_out[:size] for size in range(1, most + 1)])
     rows = []
     for row in measured.to_dict("records"):
         part, layer = row["skipped"][-1]
         numbers = {name: row[name] for name in ("skip_delta_loss", "standard_error", "low", "high", "tokens")}
         lists = {
-            name: [index - 1 for kind, index in row["skipped"] if kind == one]
+            name: [place[index] - 1 for kind, index in row["skipped"] if kind == one]
             for name, one in (("drop_attn_list", "attention"), ("drop_mlp_list", "mlp"))
         }
-        rows.append({"dropped": len(row["skipped"]), "part": part, "layer": layer} | numbers | lists)
+        rows.append({"dropped": len(row["skipped"]), "part": part, "layer": place[layer]} | numbers | lists)
     return pandas.DataFrame(rows)
 
 

@@ -192,9 +192,9 @@ def text_states(stacks: list[Measured], batches: Batches) -> TextStates | str:
         return "this needs models of text, of one stack each"
     try:
         states = layer_states(stacks[0].where, batches, progress=False)
-    except NormlabError as error:
+    except Exception as error:  # the model's own code: what it raises cannot be known
         return in_one_line(error)
-    return TextStates([batch["input_ids"] for batch in batches], states)
+    return TextStates([batch["input_ids"].cpu() for batch in batches], states)
 
 
 def layers_mapped(of: dict[str, TextStates | str]) -> pandas.DataFrame | str:
@@ -203,7 +203,7 @@ def layers_mapped(of: dict[str, TextStates | str]) -> pandas.DataFrame | str:
     if len(found) < len(of):
         return next(why for why in of.values() if isinstance(why, str))
     (shallow, first), (deep, second) = sorted(found, key=lambda item: len(item[1].states.states))
-    if not all(torch.equal(a, b) for a, b in zip(first.ids, second.ids, strict=True)):
+    if len(first.ids) != len(second.ids) or not all(map(torch.equal, first.ids, second.ids)):
         return "the two models read other tokens"
     try:
         return maps_between(first.states, second.states).rename_axis(index=shallow, columns=deep)

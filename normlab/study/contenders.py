@@ -8,6 +8,7 @@ import pandas as pd
 from normlab.analysis.quantities import values_of
 from normlab.analysis.selection import Selection, has_learned, in_order, summarize
 from normlab.analysis.verdicts import differences, judged
+from normlab.errors import NormlabError
 from normlab.schemes import BASELINE
 
 SEEDS = 4  # that a pair needs to be tested
@@ -22,7 +23,10 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
         half, and infinite where a run diverged. `learned`: all of them end below the trigram model.
     """
     about = summarize(runs)
-    about = about[about["depth"] == depth].assign(learned=has_learned(about))
+    about = about[about["depth"] == depth]
+    if about.empty:
+        raise NormlabError(f"no run of {depth} blocks in the table")
+    about = about.assign(learned=has_learned(about), eval_loss=about["eval_loss"].fillna(np.inf))
     for name in SIZES:
         chosen = Selection(runs[runs["run"].isin(about.index)], about, False)
         about[name] = values_of(chosen, name).set_index("run")["value"]
@@ -83,5 +87,8 @@ def _against_baseline(runs: pd.DataFrame, depth: int, rates: pd.DataFrame) -> pd
     for name in others:
         both = values[values["scheme"].isin([name, BASELINE])]
         pairs.append(differences(both, name, BASELINE, "loss"))
-    table = judged(pd.concat(pairs, ignore_index=True))
+    enough = pd.concat(pairs, ignore_index=True).query("seeds >= @SEEDS")  # a diverged run leaves fewer
+    if enough.empty:
+        return pd.DataFrame(columns=columns).astype({"scheme": str})
+    table = judged(enough.reset_index(drop=True))
     return table.rename(columns={"a": "scheme", "estimate": "minus"})[columns]

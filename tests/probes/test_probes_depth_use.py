@@ -9,7 +9,7 @@ import torch
 from probe_zoo import batch_for, tiny_llama, token_batch
 
 from normlab.errors import NormlabError
-from normlab.probes import cheapest_branches, layer_maps, skip_sensitivity, void_tokens
+from normlab.probes import cheapest_branches, cheapest_spans, layer_maps, sites, skip_sensitivity, void_tokens
 
 QUIET = {"progress": False}
 
@@ -152,3 +152,42 @@ def test_one_branch_alone_costs_what_skip_sensitivity_says():
     alone = skip_sensitivity(model, [batch], parts=["attention", "mlp"], **QUIET).set_index(["part", "layer"])
     assert row["skip_delta_loss"] == pytest.approx(alone["skip_delta_loss"].min(), abs=1e-9)
     assert (row["part"], row["layer"]) == alone["skip_delta_loss"].idxmin()
+
+
+# -- what cannot be told --------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_is_not_finite_gives_no_share_and_no_map():
+    model = tiny_llama(num_hidden_layers=3)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    batch = token_batch(4, 24)
+    table = void_tokens(model, [batch], **QUIET).set_index(["rule", "layer"])["value"]
+    assert table.isna().groupby("layer").all().to_dict() == {1: False, 2: True, 3: True}
+    with pytest.raises(NormlabError, match="a state is not finite: no map can be fitted"):
+        layer_maps(model, model, [batch], **QUIET)
+
+
+def test_sequences_without_tokens_are_no_observations_of_an_error():
+    model = tiny_llama(num_hidden_layers=2)
+    batch = token_batch(6, 40)
+    batch["attention_mask"][:] = 1
+    batch["attention_mask"][[1, 3]] = 0
+    table = layer_maps(model, model, [batch], **QUIET)  # of the tested sequences 1, 3 and 5 one has tokens
+    assert table.attrs["standard_error"].isna().all(axis=None) and table.notna().all(axis=None)
+
+
+def test_branches_carry_the_numbers_of_the_whole_model_and_shared_ones_are_not_left_out():
+    model, batch = tiny_llama(num_hidden_layers=4), batch_for("llama")
+    last = sites(model, blocks=model.model.layers[2:])
+    table = cheapest_branches(last, [batch], most=3, **QUIET)
+    assert set(table["layer"]) <= {3, 4}
+    assert set(table["drop_attn_list"].iloc[-1]) | set(table["drop_mlp_list"].iloc[-1]) <= {2, 3}
+    with pytest.raises(NormlabError, match="spans are of all blocks of a model: these are 2 of it, 3 to 4"):
+        cheapest_spans(last, [batch], **QUIET)
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+    skipped = skip_sensitivity(model, [batch], parts=["mlp"], **QUIET)
+    assert skipped["layer"].tolist() == [2, 4]  # leaving out that of block 1 would leave out block 3's too
+    for name, value in (("candidates", 0), ("most", 2.0)):
+        with pytest.raises(NormlabError, match=f"{name} is {value}: give a whole number from 1 on"):
+            cheapest_branches(model, [batch], **{name: value}, **QUIET)

@@ -91,5 +91,28 @@ def test_gpt2s_transposed_layers_are_rounded_per_output_channel_and_other_matric
     model = nn.Sequential(nn.Embedding(64, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
     with pytest.raises(NormlabError, match=r"block 1 holds self_attn.in_proj_weight in a Multihead"):
         quantization_costs(model, [{"input": ids}], progress=False)
-    with pytest.raises(NormlabError, match="bits is 1: give whole numbers from 2 on"):
+    with pytest.raises(NormlabError, match=r"bits is \(1,\): give whole numbers from 2 on"):
         quantization_costs(gpt2, [{"input_ids": ids}], bits=(1,), progress=False)
+
+
+class Packed(nn.Module):
+    """A linear layer whose weight is packed into a buffer, as GPTQ's."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.register_buffer("qweight", (linear.weight * 100).round().to(torch.int32))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.qweight.to(x.dtype) / 100)
+
+
+def test_packed_weights_and_floats_of_a_byte_are_refused():
+    model, batch = tiny_llama(num_hidden_layers=2), batch_for("llama")
+    model.model.layers[1].mlp.down_proj = Packed(model.model.layers[1].mlp.down_proj)
+    with pytest.raises(NormlabError, match=r"block 2 holds mlp.down_proj.qweight in a Packed: only linear layers"):
+        quantization_costs(model, [batch], progress=False)
+    model = tiny_llama(num_hidden_layers=2)
+    model.model.layers[0].mlp.up_proj.weight.data = model.model.layers[0].mlp.up_proj.weight.to(torch.float8_e4m3fn)
+    with pytest.raises(NormlabError, match=r"block 1 holds mlp.up_proj.weight in a Linear: only linear layers"):
+        quantization_costs(model, [batch], progress=False)
+    assert quantization_costs(tiny_llama(), [batch], bits=4, progress=False)["bits"].tolist() == [4, 4, 4]

@@ -8,6 +8,7 @@ from figures_helpers import one_run
 from scipy import stats
 
 from normlab.analysis.selection import choose, summarize
+from normlab.errors import NormlabError
 from normlab.figures import loss_by_rate
 from normlab.study import contenders as module
 from normlab.study.contenders import by_rate, contenders
@@ -69,6 +70,30 @@ def test_a_pair_of_four_seeds_is_tested_by_its_own_t_and_others_are_not(runs):
     assert table.loc["lns", "p_holm"] == pytest.approx(stats.ttest_1samp(gaps, 0).pvalue)  # a family of one
     assert table.loc[["pre_rmsnorm", "dyt"], ["minus", "low", "p_holm"]].isna().all(axis=None)
     assert contenders(runs[runs["seed"] == 0])["minus"].isna().all()
+
+
+def test_a_pair_with_a_diverged_seed_is_not_tested_and_its_loss_is_infinite(runs):
+    lost = (runs["scheme"] == "lns") & (runs["lr"] == 4e-3) & (runs["seed"] == 3)
+    runs = runs.assign(status=runs["status"].mask(lost, "diverged"))
+    table = contenders(runs).set_index("scheme")
+    assert table.loc["lns", "loss"] == np.inf and table.loc["lns", ["minus", "p_holm"]].isna().all()
+    with pytest.raises(NormlabError, match="no run of 12 blocks in the table"):
+        contenders(runs, 12)
+
+
+def test_validation_losses_of_some_runs_alone_choose_no_rate(runs):
+    some = (runs["metric"] != "validation_loss") | (runs["lr"] == 8e-3) | (runs["scheme"] != "lns")
+    about = summarize(runs[some])
+    own = about[about["scheme"] == "lns"]
+    assert own["validation_loss"].tolist() == own["eval_loss"].tolist()
+
+
+def test_runs_that_differ_in_something_else_are_not_drawn_as_one(runs):
+    twins = runs[runs["lr"] == 2e-3].assign(run=lambda t: t["run"].astype(str) + "-twin")
+    assert "keep those of one setting" in str(loss_by_rate(pd.concat([runs, twins])).layout.annotations)
+    wider = runs.assign(width=32, run=runs["run"].astype(str) + "-wide", value=runs["value"] + 1)
+    lines = {trace.name: trace.y for trace in loss_by_rate(pd.concat([runs, wider[wider["seed"] > 0]])).data}
+    assert lines["LNS"][0] == 3.20
 
 
 def test_every_rate_has_a_row_with_means_over_seeds(runs):
