@@ -87,6 +87,8 @@ def _linear_layers(where: Sites) -> dict[nn.Module, int]:
     Raises:
         NormlabError: another module of a block holds a matrix, or a weight is no tensor of floats in memory.
     """
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in where.model.modules()):
+        raise NormlabError("weights are views of FSDP's flat ones: quantize the plain model")
     found: dict[nn.Module, int] = {}
     for block in where.blocks:
         for name, module in block.module.named_modules():
@@ -123,10 +125,11 @@ def _rounding(linear: Mapping[nn.Module, int], bits: int, part: str) -> Iterator
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         if part != "activations":
-            weight = module.weight
-            if not isinstance(weight, Tensor) or type(weight).__name__ == "DTensor":
-                raise NormlabError("a linear layer runs on a part of its weight: quantize the model on one device")
-            own[module] = module._parameters["weight"]
+            weight = own[module] = module._parameters["weight"]
+            if not isinstance(weight, Tensor) or type(weight).__name__ == "DTensor" or module.weight is not weight:
+                raise NormlabError(
+                    "a linear layer does not hold its whole weight, as in a sharded model: quantize it on one device"
+                )
             module._parameters["weight"] = nn.Parameter(rounded(weight.detach(), bits, linear[module]), False)
         if part == "weights":
             return None
