@@ -148,12 +148,14 @@ def packages() -> dict[str, str]:
 def bench() -> dict[str, str]:
     steps = pd.read_csv(ROOT / "data" / "bench" / "training_cpu.csv").set_index(["what", "base"])
     workers = pd.read_csv(ROOT / "data" / "bench" / "ray_workers.csv").set_index("workers")
-    probes = pd.read_csv(ROOT / "data" / "bench" / "probes_cpu.csv").set_index(["pass", "case"])
+    costs = pd.read_csv(ROOT / "data" / "bench" / "probes_cpu.csv")
+    probes = costs.query("depth == 12").set_index(["pass", "case"])
     moves = pd.read_csv(ROOT / "data" / "bench" / "latency.csv").query("control == 'all'").set_index("surface")
-    default, lens = "normlab, default metrics", "TransformerLens run_with_cache"
+    default, lens = "normlab, default metrics", "TransformerLens run_with_cache, everything"
     return {
         "bfloat16_step": plain(steps.loc[("bfloat16 compiled step", "float32 step"), "ratio"]),
         "two_ray_workers": plain(workers.loc[2, "ratio"]),
+        **{f"costs_{name.replace(' ', '_')}": _costs_beside(rows) for name, rows in costs.groupby("pass")},
         "record_cpu": plain(probes.loc[("forward and backward", f"{default} and gradients"), "cpu_ratio"]),
         "bare_cpu": plain(probes.loc[("forward and backward", "the same again"), "cpu_ratio"]),
         "record_memory": plain(probes.loc[("forward", default), "extra_peak_mib"], 0),
@@ -163,6 +165,22 @@ def bench() -> dict[str, str]:
         "fader_lab": plain(moves.loc["model, JupyterLab", "median_ms"], 0),
         "fader_page": plain(moves.loc["model, page", "median_ms"], 0),
     }
+
+
+def _costs_beside(rows: pd.DataFrame) -> str:
+    """Time over a bare pass and extra memory of every case that each depth has."""
+    rows = rows[rows["cpu_ratio"].notna() & (rows["case"] != "bare")]
+    depths = sorted(rows["depth"].unique())
+    found = rows.set_index(["case", "depth"])
+
+    def cell(case: str, depth: int) -> str:
+        if (case, depth) not in found.index:
+            return ""
+        row = found.loc[(case, depth)]
+        return f"{row['cpu_ratio']:.2f}, {max(0, row['extra_peak_mib']):,.0f} MiB"
+
+    lines = [(case, *(cell(case, depth) for depth in depths)) for case in dict.fromkeys(rows["case"])]
+    return table(("", *(f"{depth} blocks" for depth in depths)), lines)
 
 
 def differences() -> dict[str, str]:
