@@ -40,6 +40,8 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
         raise NothingToShow("The table is empty: no run has been trained yet.")
     depth = max(depths_of_most(about), default=0) if depth is None else depth
     about = about[about["depth"] == depth]
+    if about.empty:
+        raise NothingToShow(f"No run of {depth} blocks in the table.")
     about = one_precision(about[about["width"] == about["width"].mode().iloc[0]])
     if about.duplicated(["scheme", "lr", "seed"]).any() or about["trigram_loss"].dropna().round(6).nunique() > 1:
         raise NothingToShow("Runs of one scheme, rate and seed differ in something else: keep those of one setting.")
@@ -87,8 +89,8 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     figure.update_xaxes(tickvals=rates, ticktext=[f"{rate:g}" for rate in rates])
     figure.update_yaxes(title_text="held-out loss, nats per token", range=bounds)
     figure.update_layout(showlegend=False, margin=_MARGIN | dict(r=label_room(ends)))
-    tokens, dotted = about["tokens"].max() / 1e6, ""
-    if math.isfinite(trigram):
-        dotted = f" · dotted: trigram {trigram:.2f} · triangles: above, not learned"
-    words = f"{depth} blocks, {tokens:.1f}M tokens · each label has the scheme's lowest loss{dotted}"
-    return theme.titled(figure, "Held-out loss against learning rate", words, _HEIGHT)
+    tokens = about["tokens"].max() / 1e6
+    words = [f"{depth} blocks" + (f", {tokens:.1f}M tokens" if math.isfinite(tokens) else "")]
+    words += ["each label has the scheme's lowest loss"]
+    words += [f"dotted: trigram {trigram:.2f}", "triangles: above, not learned"] if math.isfinite(trigram) else []
+    return theme.titled(figure, "Held-out loss against learning rate", " · ".join(words), _HEIGHT)

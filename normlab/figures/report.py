@@ -218,10 +218,11 @@ def void_shares(table: pd.DataFrame, by: str = "rule", schemes: Mapping[str, str
         by, schemes: as in `branch_costs`.
     """
     words = {
-        "void": "void: the token's norm grows by less than 0.8 of the range of its growth in the blocks before",
-        "small": "small: the block changes the token by less than a tenth of its norm",
+        "void": "void: the token's norm grows by less than {} of the range of its growth in the blocks before",
+        "small": "small: the block changes the token by less than {} of its norm",
     }
-    shown = "; ".join(words[rule] for rule in dict.fromkeys(table["rule"]))
+    rules = table[["rule", "limit"]].drop_duplicates()
+    shown = "; ".join(words[row.rule].format(f"{row.limit:g}") for row in rules.itertuples())
     return _lines(table, by, "Tokens that a block hardly changes", shown, "share of tokens", schemes)
 
 
@@ -251,9 +252,12 @@ def layer_map(table: pd.DataFrame, shallow: str, deep: str) -> go.Figure:
     )
     figure.update_xaxes(title_text=f"layer of {deep}", dtick=1 if table.shape[1] <= WHOLE_TICKS else None)
     figure.update_yaxes(title_text=f"layer of {shallow}", dtick=1 if table.shape[0] <= WHOLE_TICKS else None)
-    words = "share of a layer's variance that the best linear map of the other's leaves; rings: the best layer but 0"
-    figure.update_layout(showlegend=True)
-    return theme.titled(figure, "Which layer predicts which", words, 430)
+    words = (
+        "share of a layer's variance that a linear map from the other model's layer leaves; "
+        "dotted: equal relative depth; rings: the layer that leaves least, 0 not counted"
+    )
+    figure.update_layout(showlegend=False)
+    return theme.titled(figure, "Which layer predicts which", "<br>".join(wrap(words, 100)), 430)
 
 
 def difference_figure(table: pd.DataFrame) -> go.Figure:

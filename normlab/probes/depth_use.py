@@ -40,9 +40,8 @@ def void_tokens(
     making it longer is void. Rule "small": ||h_l - h_{l-1}|| < `small` ||h_{l-1}||, which sees the turn.
 
     Returns:
-        One row per rule and block: `rule layer value standard_error low high`, shares in [0, 1]; NaN where a state is
-        not finite. Other arguments as for
-        `angular_distance`.
+        One row per rule and block: `rule limit layer value standard_error low high`. `limit` is alpha or small. Values
+        are shares in [0, 1], NaN where a state is not finite. Other arguments as for `angular_distance`.
 
     Raises:
         NormlabError: alpha or small is negative, or as for `angular_distance`.
@@ -82,8 +81,11 @@ def void_tokens(
         return torch.stack([*void, *unchanged]), kept[0].sum(1)
 
     mean, error, _ = row_means(runner, sums)
-    layers = range(1, runner.sites.depth + 1)
-    rows: list[dict[str, Any]] = [{"rule": rule, "layer": layer} for rule in ("void", "small") for layer in layers]
+    rows: list[dict[str, Any]] = [
+        {"rule": rule, "limit": limit, "layer": layer}
+        for rule, limit in (("void", alpha), ("small", small))
+        for layer in range(1, runner.sites.depth + 1)
+    ]
     return table_of(rows, mean, error)
 
 

@@ -383,8 +383,8 @@ def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Par
         part, layer = PART_OF.get(kind, ""), place.get(numbered)
         if part in parts and layer and (form != "contained" or residuals.get(module) is not None):
             changes[part, layer] = (module, return_residual if form == "contained" else return_zero)
-    uses = Counter(module for module, _ in changes.values())
-    return {part: change for part, change in changes.items() if uses[change[0]] == 1}
+    uses = Counter(module for module, _ in {(module, layer) for (_, layer), (module, _) in rec.branches.items()})
+    return {part: change for part, change in changes.items() if uses[change[0]] < 2}  # a block's module is no branch
 
 
 def skip_costs(
@@ -486,10 +486,10 @@ def skip_sensitivity(
 
     table = skip_costs(runner, kept, skips)
     skipped = table.pop("skipped")
-    table.insert(0, "part", [parts[0][0] for parts in skipped])
-    table.insert(1, "layer", [parts[0][1] for parts in skipped])
+    table.insert(0, "part", [first[0] for first, *_ in skipped])
+    table.insert(1, "layer", [first[1] for first, *_ in skipped])
     table.insert(2, "span", span)
-    read_by = [kept.readers([layer for part, layer in parts if part == "block"]) for parts in skipped]
+    read_by = [kept.readers([layer for part, layer in one if part == "block"]) for one in skipped]
     return table.assign(read_by=[", ".join(map(str, layers)) for layers in read_by]) if any(read_by) else table
 
 

@@ -19,8 +19,9 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
     """Each scheme at each learning rate, of one depth.
 
     Returns:
-        Columns `scheme lr seeds loss validation_loss learned growth deep_cost`, means over seeds. `loss` is of the test
-        half, and infinite where a run diverged. `learned`: all of them end below the trigram model.
+        Columns `scheme lr seeds loss validation_loss learned growth deep_cost`, means over seeds, a geometric one of
+        growth. `loss` is of the test half, and infinite where a run diverged. `learned`: all of them end below the
+        trigram model.
     """
     about = summarize(runs)
     about = about[about["depth"] == depth]
@@ -32,6 +33,7 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
         about[name] = values_of(chosen, name).set_index("run")["value"]
     rates = about.groupby(["scheme", "lr"])
     table = rates[["eval_loss", "validation_loss", *SIZES]].mean().rename(columns={"eval_loss": "loss"})
+    table["growth"] = np.exp(np.log(about["growth"]).groupby([about["scheme"], about["lr"]]).mean())
     table.insert(0, "seeds", rates["seed"].nunique())
     table.insert(3, "learned", rates["learned"].all())
     return table.loc[in_order(about["scheme"])].reset_index()

@@ -31,10 +31,12 @@ def test_costs_of_branches_have_a_line_per_model_in_its_schemes_colour():
 
 
 def test_shares_of_void_tokens_say_the_rules_that_are_shown():
-    table = pd.DataFrame({"rule": ["void", "small"], "layer": [1, 1], "value": [0.5, 0.1], "low": 0.0, "high": 1.0})
+    rules = {"rule": ["void", "small"], "limit": [0.7, 0.2]}
+    table = pd.DataFrame(rules | {"layer": [1, 1], "value": [0.5, 0.1], "low": 0.0, "high": 1.0})
     both, one = void_shares(table), void_shares(table[table["rule"] == "small"])
     assert [trace.name for trace in both.data] == ["void", "small"] and len(one.data) == 1
-    assert "void:" in both.layout.title.subtitle.text and "void:" not in one.layout.title.subtitle.text
+    assert "less than 0.7 of the range" in both.layout.title.subtitle.text.replace("<br>", " ")
+    assert "void:" not in one.layout.title.subtitle.text
 
 
 def test_outliers_are_filled_where_one_token_has_both():
