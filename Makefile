@@ -33,7 +33,7 @@ reproduce: $(VENV)/.installed-notebooks ## train the tiny sweep, run the noteboo
 live: $(VENV)/.installed-notebooks ## trained models in a page that changes their normalization: build/live/, without training
 	$(BIN)/normlab page pre_rmsnorm-d8 lns-d8 bhyt-d8 rmsnorm_gain-d8 --out $(OUT)/live
 
-findings: $(VENV)/.installed-docs ## write data/league.csv, and the numbers of README.md, data/README.md and docs/, from the shipped tables; then the pictures of docs/, by a Chrome or Chromium
+findings: $(VENV)/.installed-docs ## write the numbers of README.md, data/README.md and docs/, from the shipped tables; then the pictures of docs/, by a Chrome or Chromium
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/pictures.py
 
@@ -41,11 +41,11 @@ film: $(VENV)/.installed-test ## the moving picture of README.md, by a Chrome or
 	$(BIN)/python docs/moving.py
 
 # Each notebook is executed, and what was executed becomes a page; plotly.js and the explorer are shared by all pages.
-PAGES = $(BIN)/python -m normlab.notebook.pages notebooks --jobs $(JOBS)
+PAGES = $(BIN)/python -m normlab.notebook.pages notebooks --shipped data/grid --jobs $(JOBS)
 
 # What was executed before is not executed again unless the notebook has changed: remove build/shipped to have it so.
 site: $(VENV)/.installed-docs ## the documentation, the notebooks and the explorer on the shipped runs, as one web site: build/site/
-	$(PAGES) --runs data/runs --out $(OUT)/site/notebooks --executed $(OUT)/shipped --keep
+	$(PAGES) --runs data/grid --out $(OUT)/site/notebooks --executed $(OUT)/shipped --keep
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --write-all --fresh-env -d $(OUT)/doctrees docs $(OUT)/site
 	@echo "Open $(CURDIR)/$(OUT)/site/index.html, or put $(OUT)/site on any web server."
 
@@ -84,12 +84,12 @@ test-slow: $(VENV)/.installed-test ## the tests that take minutes
 bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on the CPU; quiet machines only
 	@mkdir -p $(OUT)/bench
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
-	$(BIN)/python -m benchmarks.scheme_steps --out $(OUT)/bench/steps.csv
+	$(BIN)/python -m benchmarks.scheme_steps --out $(OUT)/bench/scheme_steps.csv
 	$(BIN)/python -m benchmarks.probes --out $(OUT)/bench/probes_cpu.csv
 	$(BIN)/python -m benchmarks.observer --out $(OUT)/bench/observer_cpu.csv
 	$(BIN)/python -m benchmarks.clusters --out $(OUT)/bench/ray_workers.csv --cache-dir $(OUT)/cache
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows host --out $(OUT)/bench
-	$(BIN)/python -m benchmarks.latency data/runs --out $(OUT)/bench/latency.csv
+	$(BIN)/python -m benchmarks.latency data/grid --out $(OUT)/bench/latency.csv
 
 # With the packages that are there, PYTHON's if it is given: a GPU machine has its own torch and often no network.
 GPU_PYTHON = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))

@@ -1,6 +1,6 @@
 """A reader's wait from a key on a slider to the redrawn plot, in JupyterLab and in the page without a kernel.
 
-    python -m benchmarks.latency data/runs --out data/bench/latency.csv
+    python -m benchmarks.latency data/grid --out data/bench/latency.csv
 
 A move begins with the browser's own time stamp of the key. It ends when the frame that shows the moved lines has been
 painted. The whole table is loaded. Keys go to the step slider and, a quarter of them, to the depth slider. plotly's own
@@ -186,7 +186,7 @@ def measure(
                 page.goto(address)
                 page.wait_for_selector(f"{surface.plot} svg")
                 found.append(summarize(time_moves(page, surface, moves), surface))
-        text = notebook.read_text(encoding="utf-8").replace("../data/runs", json.dumps(str(runs))[1:-1])
+        text = notebook.read_text(encoding="utf-8").replace("../data/grid", json.dumps(str(runs))[1:-1])
         (folder / notebook.name).write_text(text, encoding="utf-8")
         kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
         sources = {"plain": PLAIN_NOTEBOOK.format(runs=str(runs)), "model": MODEL_NOTEBOOK.format(model=MODEL)}
@@ -209,7 +209,7 @@ def measure(
 def main() -> None:
     """Measure, print, and write a CSV file when asked; one line where there is no browser."""
     parser = arguments(__doc__, {"moves": 200})
-    parser.add_argument("runs", nargs="?", default="data/runs", help="directory of runs")
+    parser.add_argument("runs", nargs="?", default="data/grid", help="directory of runs")
     parser.add_argument("--notebook", default="notebooks/00_start_here.ipynb", help="notebook to open")
     options = parser.parse_args()
     if find_browser() is None or importlib.util.find_spec("playwright") is None:

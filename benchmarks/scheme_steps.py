@@ -1,6 +1,6 @@
 """A training step of every scheme over Pre-LN's, in models of the league's size, on this machine's CPU.
 
-    python -m benchmarks.scheme_steps --out data/league/steps.csv
+    python -m benchmarks.scheme_steps --out data/bench/scheme_steps.csv
 
 Each scheme takes turns with Pre-LN, 6 steps each, in float32 on one thread. A ratio is the median over rounds, with
 their middle half. A step holds all that a scheme does after it, such as nGPT's normalized matrices and BHyT's refresh.

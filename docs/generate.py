@@ -1,13 +1,12 @@
-"""Write data/league.csv, and every number of the pages of `PAGES`.
+"""Write every number of the pages of `PAGES`.
 
 `make findings` calls it.
 
     python docs/generate.py           write them
     python docs/generate.py --check   change nothing; exit code 1 and a diff if a page is out of date
 
-A page marks a generated text by comments, which GitHub and Sphinx hide: `<!-- name -->text<!-- / -->`.
-The texts are made from shipped tables, by the modules of docs/ that `pages` names. A mark may also ask for its number
-itself (`docs/queries.py`).
+A page marks a generated text by comments, which GitHub and Sphinx hide: `<!-- query -->text<!-- / -->`. Most marks ask
+shipped tables themselves (`docs/queries.py`). A plain name is a text of one of the modules in `pages`.
 """
 
 from __future__ import annotations
@@ -20,15 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import data_numbers  # noqa: E402
-import equal_rates  # noqa: E402
-import findings  # noqa: E402
 import forms  # noqa: E402
-import kernel_times  # noqa: E402
+import measured  # noqa: E402
 import names  # noqa: E402
 import papers  # noqa: E402
 import queries  # noqa: E402
-import questions  # noqa: E402
 import standings  # noqa: E402
 import tables  # noqa: E402
 
@@ -58,10 +53,9 @@ def main(arguments: list[str]) -> int:
 
 def pages() -> dict[str, str]:
     """The pages with the numbers of the shipped tables, and the league as a table."""
-    parts = (findings, equal_rates, questions, standings, papers, kernel_times, data_numbers, forms, names)
-    texts = {name: text for part in parts for name, text in part.texts().items()}
+    texts = {name: text for part in (standings, papers, measured, forms, names) for name, text in part.texts().items()}
     texts["site_names"] = tables.site_names()
-    written = {"data/league.csv": standings.csv()}
+    written = {}
     for name in PAGES:
         written[name] = queries.fill(filled((ROOT / name).read_text(encoding="utf-8"), texts, name), name)
         if name == "docs/findings.md":

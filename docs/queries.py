@@ -1,84 +1,151 @@
-"""Marks that are queries: numbers of pages, each asked of shipped runs by the mark around it.
+"""Marks that are queries: what a page states of shipped tables, each asked by the mark around it.
 
-    <!-- deep_cost: lns - pre_rmsnorm @ grid depth=16 lr=0.004 : different -->−0.06<!-- / -->
+    <!-- deep_cost: lns - pre_rmsnorm @ grid depth=8 lr=0.004 : different -->−0.06<!-- / -->
 
 QUANTITY: A - B @ FOLDER compares scheme A with B over the runs of data/FOLDER, as `normlab.compare` does: a ratio of
 sizes, a difference of everything else. Without B it is A's mean over seeds, a geometric one of sizes. What follows the
-folder picks runs: `depth`, `lr`, `seed`. Without `lr` losses are of each scheme's best rate, sizes of the rate that the
-pair shares. Or it says how the number is written: `digits=3`, `abs=1` without its sign, `range=1` with its interval. A
-word after a last colon is the verdict that the sentence rests on. `fill` refuses a page whose verdict has changed.
+folder picks runs by their configuration (`depth=8`, `init_std=none`), or says how the number is written: `digits=3`,
+`abs=1` without its sign, `range=1` with its interval. Without `lr` losses are of each scheme's best rate, sizes of the
+rate that the pair shares. A word after a last colon is what the sentence rests on: the verdict, or on which side of no
+effect the estimate is (`above`, `below`). `fill` refuses a page of which that is no longer true.
+
+    <!-- table: loss @ grid depth=8 -->
+    <!-- table: loss - pre_rmsnorm @ grid depth=8 -->
+    <!-- table: loss token_l2_mean:1 deep_cost @ gpu depth=24 -->
+
+A table of one quantity has a row per scheme and a column per rate: means over seeds, or the difference from a scheme,
+with its interval from two seeds on, bold where it is different after Holm's correction over the table. A table of
+several has a row per scheme and rate. `:1` is the layer. A loss in italics is not below the trigram model.
+
+    <!-- bench/first_layer.csv: t["class"].nunique() -->67<!-- / -->
+
+FILE: EXPRESSION is what Python makes of the table `t`, data/FILE. Floats are written with two digits.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from tables import table
 
 import normlab
 from normlab.analysis.compare import compare
 from normlab.analysis.quantities import quantity_row, values_of
-from normlab.analysis.selection import at_rate, choose
-from normlab.analysis.verdicts import bracketed, means
+from normlab.analysis.selection import at_rate, choose, has_learned, in_order, summarize, title_of
+from normlab.analysis.verdicts import DIFFERENT, bracketed, judged, means
 
 ROOT = Path(__file__).resolve().parents[1]
-MARKED = re.compile(
-    r"<!-- (?P<quantity>\w+): (?P<a>\w+)(?: - (?P<b>\w+))? @ (?P<folder>[\w/]+)(?P<options>(?: \w+=\S+)*)"
-    r"(?: : (?P<verdict>\w+))? -->(?P<text>.*?)<!-- / -->",
-    re.DOTALL,
-)
-PICKS, FORMS = ("depth", "lr", "seed"), ("digits", "abs", "range")
+MARK = re.compile(r"<!-- (?P<what>[^>]*?: .*?) -->(?P<text>.*?)<!-- / -->", re.DOTALL)
+FILE = re.compile(r"(?P<file>[\w/.-]+\.csv): (?P<expression>.+)")
+RUNS = r" @ (?P<folder>\w+)(?P<options>(?: \w+=\S+)*)"
+TABLE = re.compile(r"table: (?P<quantities>\w+(?::\d+)?(?: \w+(?::\d+)?)*)(?: - (?P<b>\w+))?" + RUNS)
+NUMBER = re.compile(r"(?P<quantity>\w+): (?P<a>\w+)(?: - (?P<b>\w+))?" + RUNS + r"(?: : (?P<verdict>\w+))?")
+FORMS = ("digits", "abs", "range")
+LEARNED_ONLY = "loss"
 
 
 def fill(page: str, name: str) -> str:
-    """The page with the number of each query.
+    """The page with what each query finds.
 
     Raises:
-        ValueError: a query that the runs do not answer, or another verdict than the one it states.
+        ValueError: a query that the shipped tables do not answer, or another verdict than the one it states.
     """
 
     def text_of(match: re.Match[str]) -> str:
-        mark = match[0].partition("-->")[0] + "-->"
         try:
-            return f"{mark}{answer(match)}<!-- / -->"
-        except (ValueError, normlab.NormlabError) as error:
-            raise ValueError(f"{name}: {mark} {error}") from error
+            found = answer(match["what"])
+        except Exception as error:
+            raise ValueError(f"{name}: <!-- {match['what']} --> {error}") from error
+        return f"<!-- {match['what']} -->{found}<!-- / -->"
 
-    filled = MARKED.sub(text_of, page)
-    for mark in re.findall(r"<!--[^>]* @ [^>]*-->", page):
-        if not MARKED.match(f"{mark}<!-- / -->"):
-            raise ValueError(f"{name}: {mark} is no query: write QUANTITY: A - B @ FOLDER name=value : verdict")
-    return filled
+    return MARK.sub(text_of, page)
 
 
-def answer(query: re.Match[str]) -> str:
-    """The number that a query asks for, as text."""
-    options = dict(pair.split("=") for pair in query["options"].split())
-    if any(options.get(name, "1") != "1" for name in ("abs", "range")) or {"abs", "range"} <= options.keys():
+def answer(query: str) -> str:
+    """What a query asks for, as text."""
+    if match := FILE.fullmatch(query):
+        return shown(eval(match["expression"], {"t": _file(match["file"]), "pd": pd, "np": np}))
+    if match := TABLE.fullmatch(query):
+        options = dict(pair.split("=") for pair in match["options"].split())
+        runs, digits = picked(match["folder"], options), int(options.get("digits", 2))
+        names = match["quantities"].split()
+        made = by_rate(runs, names[0], match["b"], digits) if len(names) == 1 else side_by_side(runs, names, digits)
+        return f"\n\n{made}\n\n"
+    if match := NUMBER.fullmatch(query):
+        return number(match)
+    raise ValueError("is no query: write QUANTITY: A - B @ FOLDER name=value : verdict")
+
+
+def number(query: re.Match[str]) -> str:
+    forms = dict(pair.split("=") for pair in query["options"].split())
+    runs = picked(query["folder"], forms)
+    if any(forms.get(name, "1") != "1" for name in ("abs", "range")) or {"abs", "range"} <= forms.keys():
         raise ValueError("abs=1 or range=1, not both, or leave them out")
-    if unknown := sorted(options.keys() - {*PICKS, *FORMS}):
-        raise ValueError(f"unknown option {unknown[0]}: choose from {', '.join((*PICKS, *FORMS))}")
-    runs = picked(query["folder"], **{key: float(value) for key, value in options.items() if key in PICKS})
     row = estimate(runs, query["quantity"], query["a"], query["b"])
-    if query["verdict"] and query["verdict"] != row["verdict"]:
-        raise ValueError(f"the runs say {row['verdict']}: write the sentence anew")
-    is_change = query["b"] is not None and row["kind"] == "difference"
-    if not np.isfinite(row["estimate"]):
-        raise ValueError("the runs have no such number")
-    written = f"{{:{'+' if is_change and 'abs' not in options else ''}.{options.get('digits', 2)}f}}".format
-    value = abs(row["estimate"]) if "abs" in options else row["estimate"]
-    text = written(value) + (bracketed(row["low"], row["high"], written) if "range" in options else "")
-    return text.replace("-", "−")
+    side = "above" if row["estimate"] > (1 if row["kind"] == "ratio" else 0) else "below"
+    said = side if query["verdict"] in ("above", "below") else row["verdict"]
+    if query["verdict"] and query["verdict"] != said:
+        raise ValueError(f"the runs say {said}: write the sentence anew")
+    is_change = query["b"] is not None and row["kind"] == "difference" and "abs" not in forms
+    if "abs" in forms:
+        row["estimate"] = abs(row["estimate"])
+    return written(row, int(forms.get("digits", 2)), is_change, "range" in forms)
 
 
-def picked(folder: str, depth: float | None = None, lr: float | None = None, seed: float | None = None) -> pd.DataFrame:
-    """The runs of a shipped folder of one depth, learning rate or seed."""
-    runs = at_rate(_runs(folder), lr)
-    for name, value in (("depth", depth), ("seed", seed)):
-        runs = runs if value is None else runs[runs[name] == value]
+def by_rate(runs: pd.DataFrame, quantity: str, b: str | None, digits: int) -> str:
+    """A row per scheme, a column per learning rate: the scheme's mean, or what it is against scheme `b`."""
+    rates = sorted(runs["lr"].unique())
+    cells: dict[tuple[str, float], pd.Series] = {}
+    for rate in rates:
+        here = at_rate(runs, rate)
+        for scheme in in_order(here["scheme"]):
+            if b is None or (scheme != b and b in set(here["scheme"])):
+                cells[scheme, rate] = estimate(here, quantity, scheme, b)
+    if b is not None and cells:
+        family = judged(pd.DataFrame(list(cells.values())).reset_index(drop=True))
+        cells = dict(zip(cells, (row for _, row in family.iterrows()), strict=True))
+    poor = _unlearned(runs) if quantity == LEARNED_ONLY else set()
+    lines = []
+    for scheme in in_order({scheme for scheme, _ in cells}):
+        texts = []
+        for rate in rates:
+            row = cells.get((scheme, rate))
+            text = "" if row is None else written(row, digits, b is not None and row["kind"] == "difference", True)
+            bold, italic = row is not None and row["verdict"] == DIFFERENT, b is None and (scheme, rate) in poor
+            texts.append(f"**{text}**" if bold else f"*{text}*" if italic else text)
+        lines.append((title_of(scheme), *texts))
+    return table(("", *(f"{rate:g}" for rate in rates)), lines)
+
+
+def side_by_side(runs: pd.DataFrame, quantities: list[str], digits: int) -> str:
+    """A row per scheme and learning rate, a column per quantity."""
+    asked = [(name.partition(":")[0], _layer(name)) for name in quantities]
+    heads = [" ".join([quantity_row(metric).label, *(f"after block {n}" for n in at.values())]) for metric, at in asked]
+    lines = []
+    for scheme in in_order(runs["scheme"]):
+        own = runs[runs["scheme"] == scheme]
+        for rate in sorted(own["lr"].unique()):
+            here = at_rate(own, rate)
+            rows = (estimate(here, metric, scheme, **where) for metric, where in asked)
+            lines.append((title_of(scheme), f"{rate:g}", *(written(row, digits, False, False) for row in rows)))
+    return table(("scheme", "rate", *heads), lines)
+
+
+def picked(folder: str, options: Mapping[str, Any]) -> pd.DataFrame:
+    """The runs of a shipped folder with these fields of their configuration, of one depth."""
+    runs, configs = _runs(folder), _configs(folder)
+    for name in options.keys() - set(FORMS):
+        if name not in configs:
+            raise ValueError(f"unknown option {name}: choose from {', '.join(FORMS)}, or a field of the configuration")
+        column = configs[name]
+        is_it = column.isna() if options[name] == "none" else column.eq(float(options[name]))
+        runs = runs[runs["run"].isin(configs.index[is_it])]
     if runs.empty:
         raise ValueError(f"data/{folder} has no such runs")
     if runs["depth"].nunique() > 1:
@@ -86,17 +153,55 @@ def picked(folder: str, depth: float | None = None, lr: float | None = None, see
     return runs
 
 
-def estimate(runs: pd.DataFrame, quantity: str, a: str, b: str | None = None) -> pd.Series:
+def estimate(runs: pd.DataFrame, quantity: str, a: str, b: str | None = None, **where: Any) -> pd.Series:
     """One row of `compare`; without `b` one of `means`, whose estimate and interval are of the values themselves."""
     if b is not None:
-        return compare(runs, a, b, quantity).iloc[0]
-    values = values_of(choose(runs, schemes=[a], same_rate=False), quantity)
+        return compare(runs, a, b, quantity, **where).iloc[0]
+    values = values_of(choose(runs, schemes=[a], same_rate=False), quantity, **where)
     values = values[values["scheme"] == a]
     if values["value"].isna().all():
         raise ValueError(f"{a} has no {quantity_row(quantity).label} here")
     return means(values, quantity).assign(verdict="").replace({np.inf: np.nan}).iloc[0]
 
 
+def _layer(name: str) -> dict[str, int]:
+    layer = name.partition(":")[2]
+    return {"layer": int(layer)} if layer else {}
+
+
+def _unlearned(runs: pd.DataFrame) -> set[tuple[str, float]]:
+    about = summarize(runs)
+    return set(about.loc[~has_learned(about), ["scheme", "lr"]].itertuples(index=False, name=None))
+
+
+def written(row: pd.Series, digits: int, signed: bool, with_interval: bool) -> str:
+    if not np.isfinite(row["estimate"]):
+        raise ValueError("the runs have no such number")
+    form: Callable[[float], str] = f"{{:{'+' if signed else ''}.{digits}f}}".format
+    if row["kind"] == "ratio" and row["estimate"] >= 10:  # the size of a stream
+        form = "{:,.0f}".format
+    text = form(row["estimate"]) + (bracketed(row["low"], row["high"], form) if with_interval else "")
+    return text.replace("-", "−")
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, pd.DataFrame):
+        return f"\n\n{table(value.columns, value.itertuples(index=False))}\n\n"
+    if isinstance(value, float):
+        return f"{value:.2f}".replace("-", "−")
+    return f"{value:,}" if isinstance(value, int | np.integer) else str(value)
+
+
 @cache
 def _runs(folder: str) -> pd.DataFrame:
-    return normlab.load_runs(ROOT / "data" / folder)
+    return normlab.load_runs(ROOT / "data" / folder, variants=False)
+
+
+@cache
+def _configs(folder: str) -> pd.DataFrame:
+    return normlab.load_configs(ROOT / "data" / folder)
+
+
+@cache
+def _file(name: str) -> pd.DataFrame:
+    return pd.read_csv(ROOT / "data" / name)

@@ -22,7 +22,6 @@ MODULES = {
     "normlab.widgets": "figures with controls",
     "normlab.analysis.claims": "what the papers claim of depth, asked of runs",
     "normlab.analysis.verdicts": "differences with intervals, and when one is called a difference",
-    "normlab.study.questions": "questions whose answers were worded before the runs",
     "normlab.analysis.theory": "what layers will hold before training, in closed form",
     "normlab_kernels": "the norms as fused functions",
 }

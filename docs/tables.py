@@ -23,7 +23,7 @@ from normlab.probes.metrics import ALL_METRICS, MASKS, SITES, Metric
 from normlab.schemes import NormSite, Scheme
 from normlab.study.league_figures import FIGURES
 from normlab.study.presets import PRESETS
-from normlab.training.grids import Choice, Preset, Search
+from normlab.training.grids import Preset, Rates, planned
 
 ROOT = Path(__file__).resolve().parents[1]
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -112,26 +112,18 @@ def presets() -> str:
 
 
 def _preset(preset: Preset) -> tuple[object, ...]:
-    names = {scheme for part in preset.parts for scheme in part.schemes}
+    plan = planned(preset)
     depths = "; ".join(", ".join(f"{depth} x {seeds}" for depth, seeds in part.depths.items()) for part in preset.parts)
-    if isinstance(preset.rate, Search):
-        rates = ", ".join(f"{lr:g}" for lr in preset.rate.rates)
-        rate = f"searched from {rates} at depth {' and '.join(map(str, preset.rate.depths))}"
-        choices = {key: Choice(preset.rate.rates[0]) for part in preset.parts for key in preset.searched(part)}
-    else:
-        choices = {}
-        rate = ", ".join(f"{lr:g}" for lr in sorted({c.lr for part in preset.parts for c in preset.grid(part, {})}))
-    count = sum(len(preset.grid(part, choices)) for part in preset.parts)
-    runs = f"{count} and the search" if choices else count
-    fields = {"steps": normlab.TrainConfig.steps, "width": normlab.TrainConfig.width, **preset.fields}
-    steps = f"{fields['stop_at']} of {fields['steps']}" if "stop_at" in fields else fields["steps"]
-    return f"`{preset.name}`", len(names), depths, steps, fields["width"], rate, runs
+    rates = preset.rate.rates if isinstance(preset.rate, Rates) else sorted({config.lr for config in plan})
+    steps, width = plan[0].steps, plan[0].width
+    schemes = len({config.scheme for config in plan})
+    return f"`{preset.name}`", schemes, depths, steps, width, ", ".join(f"{rate:g}" for rate in rates), len(plan)
 
 
 def shipped() -> str:
     """The runs in data/, counted from their manifests."""
     rows = []
-    for folder in ("runs", "other_rates", "depth", "gain_or_bound", "gains", "league/search", "pilot"):
+    for folder in ("grid", "gpu", "initial_weights", "depth"):
         runs = normlab.load_configs(ROOT / "data" / folder)
         rows.append(
             (

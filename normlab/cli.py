@@ -314,15 +314,16 @@ def workers_of(workers: str | None, options: dict[str, Any]) -> Any:
 
 @command("league", "normlab.study.league")
 def _league(
-    *runs: Annotated[str, flag("directories of the sweep `league` (default: league)")],
+    *runs: Annotated[str, flag("directories of runs of one recipe (default: the grid that comes with normlab)")],
     add: Annotated[
         list[str] | None,
-        flag("train this scheme first, under the same budget: a name, or FILE.py:NAME, a norm of your own"),
+        flag("train this scheme first, under the same recipe: a name, or FILE.py:NAME, a norm of your own"),
         REPEATED,
     ] = None,
     tiny: Annotated[
         bool, flag("with --add: in a minute, to see that it trains; its numbers mean nothing"), SWITCH
     ] = False,
+    dtype: Annotated[str | None, flag("with --add: float32, where the processor has no bfloat16")] = None,
     out: Annotated[str, flag("directory for the runs of --add, shown with those of the table")] = "league",
     csv: Annotated[str | None, flag("write the whole table to this CSV file")] = None,
     workers: Annotated[Whole | None, flag("runs at once; default 2")] = None,
@@ -330,27 +331,28 @@ def _league(
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
-    """Put schemes that were trained under one budget into sets; --add puts one more into the table."""
+    """Show schemes that were trained under one recipe; --add trains one more and shows where it stands."""
     from normlab.analysis.published import load_published
-    from normlab.study.league import load, printed, require_folders, standings
+    from normlab.study import league
 
-    if tiny and not add:
-        raise NormlabError("--tiny would change nothing without --add")
+    for name, value in (("--tiny", tiny), ("--dtype", dtype)):
+        if value and not add:
+            raise NormlabError(f"{name} would change nothing without --add")
+    folders = league.require_folders(runs) or ([] if tiny else [league.grid()])
     failures: dict[str, str] = {}
-    require_folders(runs)
     if add:
         from normlab.study import entry
-        from normlab.study.presets import get_preset
 
-        preset = get_preset("league")
-        preset = entry.tiny(preset) if tiny else preset
+        preset = entry.preset_of(add, tiny, dtype)
         options: dict[str, Any] = {"workers": workers, "threads": threads, "cache_dir": cache_dir}
-        entry.require_comparable(preset, [*runs, out], cache_dir, progress=not quiet)
-        for what in add:
-            failures |= entry.enter(what, out, preset, **options, progress=not quiet).failures
-    folders = dict.fromkeys([*runs, *[out] * bool(add or not runs)])
-    table = standings(load(folders), load_published())
-    print(printed(table))
+        entry.require_comparable(preset, [*folders, out], cache_dir, progress=not quiet)
+        if not tiny:
+            entry.require_precision(preset, out, **options, progress=not quiet)
+            time = entry.hours(preset, out, **options, progress=not quiet)
+            print(f"training {', '.join(add)} in {out}: about {time:.1f} hours here; a stopped command resumes")
+        failures = entry.enter(add, out, preset, **options, progress=not quiet).failures
+    table = league.standings(league.load([*folders, *[out] * bool(add)]), load_published(), league.step_times())
+    print(league.printed(table))
     if csv:
         _write_csv(table, csv)
     for name, reason in failures.items():
@@ -389,7 +391,7 @@ def _compare(
         if a == b:
             raise NormlabError(f"{runs[0]} and {runs[1]} are runs of one configuration: name two that differ")
     if runs is None and not Path("runs").exists():
-        runs = [str(shipped("runs"))]
+        runs = [str(shipped("grid"))]
         print(f"normlab: there is no folder runs here: these are the runs of {runs[0]}", file=sys.stderr)
     place: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
     table = compare(load_runs(runs or "runs"), a, b, metric, depth=depth, width=width, level=level, **place)

@@ -245,18 +245,17 @@ def pack(folder: Path) -> Path:
     return folder / FILE
 
 
-def add(sweep: Path, folder: Path) -> list[Path]:
-    """Add the finished runs of a sweep, its search and its finals to the packed ones of a folder, without weights.
+def add(sweep: Path, folder: Path) -> Path | None:
+    """Add the finished runs of a sweep to the packed ones of a folder, without weights. None: it has no finished run.
 
     Nothing changes in the sweep's directory, so it may still be running. A run that is there already is replaced.
     """
-    written = []
-    for place in (".", "search", "finals"):
-        if found := sorted(path.parent for path in sweep.glob(f"{place}/*/{MANIFEST}")):
-            (folder / place).mkdir(parents=True, exist_ok=True)
-            with _alone(folder / place):
-                written.append(_write(folder / place, opened(folder / place), found))
-    return written
+    found = sorted(path.parent for path in sweep.glob(f"*/{MANIFEST}"))
+    if not found:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        return _write(folder, opened(folder), found)
 
 
 _FILES = (MANIFEST, *(f"{name}.parquet" for name in TABLES))
@@ -388,7 +387,7 @@ def _lists(tables: Sequence[pyarrow.Table | None], schema: pyarrow.Schema) -> py
 def main(arguments: Sequence[str]) -> int:
     try:
         if arguments[:1] == ["--from"] and len(arguments) == 3:
-            print(*add(*map(Path, arguments[1:])), sep="\n")
+            print(add(*map(Path, arguments[1:])) or f"{arguments[1]} has no finished run")
         elif arguments and not arguments[0].startswith("-"):
             print(*(pack(Path(argument)) for argument in arguments), sep="\n")
         else:

@@ -19,7 +19,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def shipped(name: str) -> Path:
-    """The folder of `name`: "runs" (a sweep), "models/pre_rmsnorm-d8" (a model).
+    """The folder of `name`: "grid" (a sweep), "models/pre_rmsnorm-d8" (a model).
 
     A checkout has it below data/. An installed package fetches `<last part of name>.tar.gz` from this version's release
     and keeps it in the user's cache. The project's address is in the package's metadata.

@@ -5,15 +5,13 @@
                     experiments.parquet results of experiments on the trained model, if there were any
                     config.json, model.safetensors   the trained model, if it was kept
     <root>/.partial/<run id>/           a run in progress: its checkpoints
-    <root>/search/<run id>/             a run of the search for learning rates
-    <root>/finals/<run id>/             a longer run of the best rates
 
 load_runs                    one long table of every run below a path
 load_experiments             the same of what was measured once, after training
 load_configs, read_configs   each run's configuration: one row per run; as data
 read_run, read_manifest      one run, its manifest
 
-All but the last take addresses too. The table leaves out runs of `.partial`, `search` and `finals`.
+All but the last take addresses too. The table leaves out runs of `.partial`.
 How runs are written: `normlab.store`. Many of them in one file: `normlab.packed`.
 """
 
@@ -31,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from normlab import packed
 from normlab.errors import NormlabError, first_fault, first_line
-from normlab.store import EXPERIMENTS, MANIFEST, NOT_REPORTED, STATS, Remote, is_address
+from normlab.store import EXPERIMENTS, MANIFEST, PARTIAL, STATS, Remote, is_address
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,9 +89,9 @@ class _Measured(_Part):
 
 
 class _Manifest(_Part):
-    """The fields of manifest.json that this library reads, of schema version 2."""
+    """The fields of manifest.json that this library reads."""
 
-    version: Literal[1, 2] = Field(alias="schema")
+    version: Literal[2] = Field(alias="schema")
     run: Annotated[str, Field(min_length=1)]
     status: Literal["finished", "diverged", "not_learned"]
     eval_loss: Loss | None
@@ -103,24 +101,6 @@ class _Manifest(_Part):
     config: _Config
     corpus: _Corpus
     measured: _Measured
-
-
-class _FirstConfig(_Config):
-    block_length: PositiveInt
-
-
-class _FirstCorpus(_Corpus):
-    train_blocks: PositiveInt
-
-
-class _FirstManifest(_Manifest):
-    """Schema version 1: without losses of n-gram models."""
-
-    tokens: NonNegativeInt
-    bigram_loss: Loss | None = None
-    trigram_loss: Loss | None = None
-    config: _FirstConfig
-    corpus: _FirstCorpus
 
 
 @dataclass(frozen=True)
@@ -143,7 +123,7 @@ class Run:
         """One of "finished", "diverged", "not_learned".
 
         diverged: the loss became non-finite. not_learned: the last eval loss is not below every model that only counts
-        (unigram entropy, `bigram_loss`, `trigram_loss`). In runs of schema version 1: below the unigram entropy.
+        (unigram entropy, `bigram_loss`, `trigram_loss`).
         """
         return self.manifest["status"]
 
@@ -262,7 +242,7 @@ def stats_frame(rows: Iterable[tuple]) -> pd.DataFrame:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest in a run's directory, as data; one of schema version 1 is brought to version 2.
+    """The manifest in a run's directory, as data.
 
     Raises:
         NormlabError: no manifest, another schema version, or a damaged one. The line names file and field.
@@ -285,25 +265,16 @@ def _manifest(folder: Path, text: str) -> dict[str, Any]:
         version = manifest["schema"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _unreadable(folder, MANIFEST, first_line(error)) from error
-    if version not in (1, SCHEMA_VERSION):
+    if version != SCHEMA_VERSION:
         raise NormlabError(
-            f"run {folder} has schema version {version!r}, this normlab reads 1 and {SCHEMA_VERSION}; "
+            f"run {folder} has schema version {version!r}, this normlab reads {SCHEMA_VERSION}; "
             "train it again or use the version that made it"
         )
     try:
-        (_FirstManifest if version == 1 else _Manifest).model_validate(manifest)
+        _Manifest.model_validate(manifest)
     except ValidationError as error:
         raise _unreadable(folder, MANIFEST, first_fault(error)) from None
-    if version == SCHEMA_VERSION:
-        return manifest
-    tokens = manifest["corpus"]["train_blocks"] * manifest["config"]["block_length"]
-    return {
-        **manifest,
-        **dict.fromkeys(COUNT_LOSSES),
-        "schema": SCHEMA_VERSION,
-        "corpus": {**manifest["corpus"], "train_tokens": tokens},
-        "epochs": manifest["tokens"] / tokens,
-    }
+    return manifest
 
 
 def read_run(path: str | Path) -> Run:
@@ -349,7 +320,7 @@ def _unreadable(folder: Path, file: str, reason: str) -> NormlabError:
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Directories of finished runs at or below `root`, sorted, without those of `.partial`, `search` and `finals`.
+    """Directories of finished runs at or below `root`, sorted, without those of `.partial`.
 
     Runs at an address are copied from there, without weights. A file of packed runs that cannot be read is named in a
     warning and left out. NormlabError: it is the only one.
@@ -395,7 +366,7 @@ def _found(root: str | Path) -> tuple[dict[Path, packed.Pack | None], list[str]]
 def _files_below(root: Path) -> Iterator[Path]:
     """Manifests and files of packed runs. A folder that another process deletes meanwhile holds none."""
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - NOT_REPORTED)
+        folders[:] = sorted(set(folders) - {PARTIAL})
         yield from (Path(folder) / name for name in (packed.FILE, MANIFEST) if name in files)
 
 
@@ -435,8 +406,12 @@ def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
     return whole
 
 
-def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+def load_runs(path: str | Path | Iterable[str | Path], *, variants: bool = True) -> pd.DataFrame:
     """All runs at or below `path` (or several paths) as one table, one value per row.
+
+    Args:
+        variants: False leaves out runs that change their scheme's model (`model` of their `TrainConfig`, such as
+            another kappa): figures and comparisons by scheme show no two models of one name.
 
     Columns: run scheme depth width seed lr status dtype | step tokens split site layer metric mask value.
 
@@ -453,7 +428,14 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     A run that cannot be read is named in a warning and left out. NormlabError: none is left.
     """
     places = [path] if isinstance(path, str | Path) else list(path)
-    table = _long(list(_each(places, lambda run: (run, *run._rows())).values()))
+
+    def read(run: Run) -> tuple[Run, pd.DataFrame, list[Row]] | None:
+        return (run, *run._rows()) if variants or not run.manifest["config"].get("model") else None
+
+    parts = [part for part in _each(places, read).values() if part is not None]
+    if not parts:
+        raise NormlabError(f"every run in {', '.join(map(str, places))} changes its scheme's model: read variants")
+    table = _long(parts)
     table.attrs[SOURCE] = [str(place) for place in places]
     return table
 

@@ -38,8 +38,7 @@ from normlab.files import whole_file
 if TYPE_CHECKING:
     import pandas as pd
 
-PARTIAL, SEARCH, FINALS = ".partial", "search", "finals"
-NOT_REPORTED = {PARTIAL, SEARCH, FINALS}
+PARTIAL = ".partial"
 MANIFEST, STATS, EXPERIMENTS = packed.MANIFEST, "stats.parquet", "experiments.parquet"
 LISTED = "files.json"
 ROWS = "rows.jsonl"  # of a run in progress
@@ -115,7 +114,7 @@ class Remote:
         tables: dict[str, dict[str, int]] = {}
         for path, size in sorted(sizes.items()):
             folder, file = os.path.split(path)
-            if file in (MANIFEST, STATS, EXPERIMENTS, packed.FILE) and not NOT_REPORTED & set(folder.split("/")):
+            if file in (MANIFEST, STATS, EXPERIMENTS, packed.FILE) and PARTIAL not in folder.split("/"):
                 tables.setdefault(folder, {})[file] = size
         found = []
         for folder, files in tables.items():
@@ -253,7 +252,7 @@ def check_root(root: str | Path) -> None:
     if not root.is_dir() or (root / PARTIAL).is_dir():
         return
     entries = list(root.iterdir())
-    ours = {*NOT_REPORTED, packed.FILE}
+    ours = {PARTIAL, packed.FILE}
     if entries and not any((entry / MANIFEST).is_file() or entry.name in ours for entry in entries):
         other = min(entry.name for entry in entries)
         raise NormlabError(f"output directory {root} holds something else ({other}); name an empty or new one")

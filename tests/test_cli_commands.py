@@ -96,10 +96,10 @@ def test_a_sweep_passes_on_what_was_asked_and_fails_when_a_run_does(text, capsys
         return sweep_module.SweepResult(Path(out), [run], {"other-run": "it broke"}, {})
 
     monkeypatch.setattr(sweep_module, "sweep", fake)
-    flags = ["--preset", "gain_or_bound", "--schemes", "lns,bhyt", "--depths", "8,7"]
+    flags = ["--preset", "league", "--schemes", "lns,bhyt", "--depths", "8,7"]
     flags += ["--workers", "3", "--threads", "2"]
     assert main(["sweep", *flags, "--out", str(text.parent / "out"), "--quiet"]) == 1
-    assert [(part.schemes, part.depths) for part in asked["preset"].parts] == [(("lns", "bhyt"), {8: 3, 7: 1})]
+    assert [(part.schemes, part.depths) for part in asked["preset"].parts] == [(("lns", "bhyt"), {8: 1, 7: 1})]
     assert (asked["workers"], asked["threads"], asked["progress"]) == (3, 2, False)
     out, err = capsys.readouterr()
     assert "1 runs, 1 finished" in out and "normlab: failed: other-run: it broke" in err

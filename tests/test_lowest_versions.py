@@ -22,7 +22,7 @@ from normlab.cli import main
 
 pytestmark = pytest.mark.slow
 TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2]))
-RUNS = Path(__file__).resolve().parents[1] / "data" / "runs"
+RUNS = Path(__file__).resolve().parents[1] / "data" / "grid"
 LAYERS = 3
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 32}
@@ -90,7 +90,7 @@ def test_the_callback_measures_training_and_does_not_change_it(model, tokens, tm
 
 def test_the_shipped_runs_are_one_table_that_is_drawn_and_compared():
     plotly = pytest.importorskip("plotly.graph_objects")
-    runs = normlab.load_runs(RUNS)
+    runs = normlab.load_runs(RUNS, variants=False)
     assert set(runs["scheme"]) >= {"pre_rmsnorm", "lns", "bhyt"}
     assert str(runs["layer"].dtype) == "Int64" and runs["value"].dtype == float
     figure = normlab.figures.layer_growth(runs)
@@ -108,7 +108,7 @@ def test_a_model_of_our_own_runs_or_says_which_transformers_it_needs(tokens):
         with pytest.raises(NormlabError, match=r"^a model of normlab's own needs transformers>=5\.4: pip install"):
             loss()
         configs = normlab.read_configs(RUNS)
-        assert predict_runs(summarize(normlab.load_runs(RUNS)), 4, configs) is None
+        assert predict_runs(summarize(normlab.load_runs(RUNS)), 8, configs) is None
     else:
         assert 0 < loss() < 10
 

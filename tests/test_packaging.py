@@ -125,7 +125,7 @@ def test_the_core_works_with_its_core_dependencies_alone_and_asks_for_nothing_el
         "with normlab.record(model, metrics=['token_l2_mean']) as rec:\n"
         "    model(input_ids=torch.arange(8).view(1, 8))\n"
         "normlab.LayerStatsCallback(every=2)\n"
-        "runs = normlab.load_runs('data/depth_and_rate')\n"
+        "runs = normlab.load_runs('data/gpu')\n"
         "print(len(rec.stats().to_pandas()), len(normlab.compare(runs, 'pre_rmsnorm', 'lns')))\n"
         "try: normlab.figures\n"
         "except ImportError as error: print(error)"

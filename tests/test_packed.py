@@ -42,7 +42,6 @@ def test_packed_runs_are_read_as_their_directories_were(tmp_path):
     assert load_runs(folder / "third").run.unique().tolist() == ["third"]
     assert store.is_run(folder / "third") and not store.is_run(folder / "fourth")
     store.check_root(folder)
-    assert runs.find_runs(tmp_path) == []  # a search is not reported, packed or not
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(NormlabError, match=r"packed_runs.parquet cannot be read"):
         load_runs(folder)
@@ -50,19 +49,17 @@ def test_packed_runs_are_read_as_their_directories_were(tmp_path):
 
 def test_a_sweep_under_way_adds_what_it_has_finished(tmp_path):
     sweep, folder = tmp_path / "sweep", tmp_path / "data"
-    make_run(sweep / store.SEARCH, "first")
+    assert packed.add(sweep, folder) is None and not folder.exists()
+    make_run(sweep, "first")
     packed.add(sweep, folder)
-    make_run(sweep / store.SEARCH, "second")
-    make_run(sweep / store.SEARCH / store.PARTIAL, "third")
-    final = make_run(sweep, "final")
-    packed.add(sweep, folder)
-    shutil.rmtree(sweep / store.SEARCH / "first")  # a sweep elsewhere has other runs
-    assert packed.add(sweep, folder) == [folder / packed.FILE, folder / store.SEARCH / packed.FILE]
-    assert set(load_runs(folder / store.SEARCH).run) == {"first", "second"}
-    pd.testing.assert_frame_equal(load_runs(folder), load_runs(sweep))
-    assert (final / runs.WEIGHTS).is_file() and not list(folder.rglob(runs.WEIGHTS))
+    kept = make_run(sweep, "second")
+    make_run(sweep / store.PARTIAL, "third")
+    shutil.rmtree(sweep / "first")  # a sweep elsewhere has other runs
+    assert packed.add(sweep, folder) == folder / packed.FILE
+    assert set(load_runs(folder).run) == {"first", "second"}
+    assert (kept / runs.WEIGHTS).is_file() and not list(folder.rglob(runs.WEIGHTS))
     shutil.copy(folder / packed.FILE, sweep)  # a run that is there in both forms counts once
-    assert runs.find_runs(sweep) == [final]
+    assert [path.name for path in runs.find_runs(sweep)] == ["first", "second"]
 
 
 def test_only_runs_without_weights_are_packed(tmp_path):

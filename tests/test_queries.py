@@ -1,34 +1,42 @@
-"""Marks of pages that are queries: their numbers are those of the shipped tables, and a changed verdict is refused."""
+"""Pages say what the shipped tables hold: their marks are queries, and a changed verdict or sign is refused."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import normlab
 
 ROOT = Path(__file__).parents[1]
+MODULES = ("tables", "measured", "standings", "forms", "names", "queries", "papers", "generate")
 pytestmark = pytest.mark.skipif(not (ROOT / "data").is_dir(), reason="the shipped runs are not in this checkout")
+AT = "@ grid depth=8 lr=0.004"
 
 
 @pytest.fixture(scope="module")
-def fill():
+def code():
     sys.path.insert(0, str(ROOT / "docs"))
-    yield importlib.import_module("queries").fill
+    for name in MODULES:  # the benchmarks have a module `tables` too
+        sys.modules.pop(name, None)
+    yield {name: importlib.import_module(name) for name in MODULES}
     sys.path.remove(str(ROOT / "docs"))
+    for name in MODULES:
+        sys.modules.pop(name)
 
 
 @pytest.fixture(scope="module")
 def packed():
-    """The rows of the runs of 16 blocks at 0.004."""
-    runs = normlab.load_runs(ROOT / "data" / "depth_and_rate")
-    return runs[(runs["depth"] == 16) & np.isclose(runs["lr"], 0.004)]
+    """The rows of the runs of 8 blocks at 0.004."""
+    runs = normlab.load_runs(ROOT / "data" / "grid")
+    return runs[(runs["depth"] == 8) & np.isclose(runs["lr"], 0.004)]
 
 
-def number(fill, query: str) -> str:
-    page = fill(f"It is <!-- {query} -->?<!-- / --> here.", "page.md")
+def number(code, query: str) -> str:
+    page = code["queries"].fill(f"It is <!-- {query} -->?<!-- / --> here.", "page.md")
     start, _, rest = page.partition("-->")
     assert start == f"It is <!-- {query} " and rest.endswith("<!-- / --> here.")
     return rest.partition("<!--")[0]
@@ -41,37 +49,69 @@ def last(rows, scheme, **where):
     return rows.sort_values("step").groupby("seed", observed=True)["value"].last()
 
 
-def test_a_difference_is_the_mean_over_seeds_of_paired_differences(fill, packed):
+def test_a_difference_is_the_mean_over_seeds_of_paired_differences(code, packed):
     where = dict(site="model", metric="loss", split="eval")
-    expected = (last(packed, "lns", **where) - last(packed, "pre_rmsnorm", **where)).mean()
+    expected = (last(packed, "peri_ln", **where) - last(packed, "pre_rmsnorm", **where)).mean()
     written = f"{expected:+.3f}".replace("-", "−")
-    assert number(fill, "loss: lns - pre_rmsnorm @ depth_and_rate depth=16 lr=0.004 digits=3") == written
-    assert number(fill, "loss: lns - pre_rmsnorm @ depth_and_rate depth=16 lr=0.004 digits=3 abs=1") == written[1:]
+    assert number(code, f"loss: peri_ln - pre_rmsnorm {AT} digits=3") == written
+    assert number(code, f"loss: peri_ln - pre_rmsnorm {AT} digits=3 abs=1") == written[1:]
 
 
-def test_a_ratio_and_a_schemes_own_value_are_geometric_means(fill, packed):
+def test_a_ratio_and_a_schemes_own_value_are_geometric_means(code, packed):
     def grown(scheme):
-        ends = [
-            last(packed, scheme, site="block_out", metric="token_l2_mean", mask="all", layer=layer) for layer in (16, 1)
-        ]
+        where = dict(site="block_out", metric="token_l2_mean", mask="all")
+        ends = [last(packed, scheme, layer=layer, **where) for layer in (8, 1)]
         return np.log(ends[0] / ends[1])
 
     ratio, own = np.exp((grown("lns") - grown("pre_rmsnorm")).mean()), np.exp(grown("lns").mean())
-    assert number(fill, "growth: lns - pre_rmsnorm @ depth_and_rate depth=16 lr=0.004") == f"{ratio:.2f}"
-    assert number(fill, "growth: lns @ depth_and_rate depth=16 lr=0.004") == f"{own:.2f}"
+    assert number(code, f"growth: lns - pre_rmsnorm {AT}") == f"{ratio:.2f}"
+    assert number(code, f"growth: lns {AT}") == f"{own:.2f}"
 
 
-def test_a_verdict_that_the_runs_do_not_give_and_bad_queries_are_refused(fill):
-    query = "deep_cost: lns - pre_rmsnorm @ depth_and_rate depth=16 lr=0.004"
-    assert "[" in number(fill, f"{query} range=1 : different")
+def test_a_table_has_a_cell_per_scheme_and_rate(code, packed):
+    lines = [line.strip("| ").split(" | ") for line in code["queries"].answer("table: loss @ gpu depth=24").split("\n")]
+    head, rows = lines[2], {line[0]: line for line in lines[4:] if len(line) > 1}
+    pre_ln = rows["Pre-LN"][head.index("0.002") - len(head)]
+    assert pre_ln == number(code, "loss: pre_rmsnorm @ gpu depth=24 lr=0.002")
+    assert set(rows) == {"Pre-LN", "LNS", "DyT", "BHyT", "Pre-LN, gain λ/κ"}
+    several = code["queries"].answer("table: loss token_l2_mean:1 growth @ gpu depth=24")
+    assert re.search(r"\| LNS \| 0\.002 \| 2\.52 \| 135 \| 2\.09 \|", several), several
+
+
+def test_an_expression_is_of_a_shipped_file(code):
+    faults = pd.read_csv(ROOT / "data" / "bench" / "first_layer.csv")
+    assert number(code, "bench/first_layer.csv: len(t)") == str(len(faults))
+    assert number(code, "bench/first_layer.csv: t.seconds.mean()") == f"{faults['seconds'].mean():.2f}"
+
+
+def test_a_verdict_or_a_sign_that_the_runs_do_not_give_and_bad_queries_are_refused(code):
+    query = "loss: lns - pre_rmsnorm @ gpu depth=24 lr=0.002"
+    assert number(code, f"{query} : below") == number(code, f"{query} : undecided") == number(code, query)
     for bad, words in (
-        (f"{query} : equivalent", "the runs say different: write the sentence anew"),
+        (f"{query} : above", "the runs say below: write the sentence anew"),
+        (f"{query} : different", "the runs say undecided: write the sentence anew"),
         (f"{query} colour=1", "unknown option colour"),
-        ("loss: lns @ depth_and_rate lr=0.004 depth=99", "has no such runs"),
-        ("loss: lns @ depth_and_rate lr=0.004", "say the depth: 4, 16"),
-        ("loss: derf @ depth_and_rate depth=16", "derf"),
+        (f"loss: lns {AT} seed=99", "has no such runs"),
+        ("loss: derf @ gpu depth=24", "derf"),
         (f"{query} abs=1 range=1", "not both"),
-        ("loss: lns-pre_rmsnorm @ depth_and_rate depth=16", "is no query"),
+        ("loss: lns-pre_rmsnorm @ gpu depth=24", "is no query"),
+        ("bench/first_layer.csv: t.no_such_column", "no_such_column"),
     ):
         with pytest.raises(ValueError, match="p.md: <!-- .*" + words):
-            fill(f"<!-- {bad} -->?<!-- / -->", "p.md")
+            code["queries"].fill(f"<!-- {bad} -->?<!-- / -->", "p.md")
+
+
+def test_a_named_mark_is_filled_and_a_bad_one_is_refused(code):
+    filled = code["generate"].filled
+    texts = {"loss": "3.14", "table": "| a |"}
+    assert filled("It is <!-- loss -->?<!-- / -->.", texts, "p") == "It is <!-- loss -->3.14<!-- / -->."
+    assert filled("<!-- table -->\n?<!-- / -->", texts, "p") == "<!-- table -->\n\n| a |\n\n<!-- / -->"
+    for page, message in (("A <!-- los -->?<!-- / -->", "los"), ("A\n<!-- loss -->?<!-- / -->", "begins a line")):
+        with pytest.raises(ValueError, match=message):
+            filled(page, texts, "p")
+
+
+@pytest.mark.parametrize(("page", "most"), [("docs/findings.md", 3000), ("data/README.md", 680)])
+def test_a_page_is_as_short_as_it_promises(page, most):
+    words = re.sub(r"<!--.*?-->", "", (ROOT / page).read_text("utf-8"), flags=re.DOTALL).split()
+    assert len(words) <= most

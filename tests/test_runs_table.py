@@ -11,9 +11,7 @@ import pandas as pd
 import pytest
 from training_helpers import CONFIG, make_run
 
-from normlab import NormlabError, load_runs, packed, runs, store
-from normlab.analysis.selection import summarize
-from normlab.training.config import TrainConfig, require_same
+from normlab import NormlabError, load_runs, runs, store
 
 
 def test_the_table_has_the_agreed_columns_and_types(tmp_path):
@@ -83,45 +81,12 @@ DAMAGE = {
     "truncated manifest": (runs.MANIFEST, _truncate, "manifest.json cannot be read"),
     "empty manifest": (runs.MANIFEST, lambda path: path.write_text(""), "manifest.json cannot be read"),
     "manifest that is no object": (runs.MANIFEST, lambda path: path.write_text("[1]"), "manifest.json cannot be read"),
-    "incomplete manifest": (runs.MANIFEST, lambda path: path.write_text('{"schema": 1}'), "run is missing"),
-    "other version": (runs.MANIFEST, _set_schema, "has schema version 99, this normlab reads 1 and 2"),
+    "incomplete manifest": (runs.MANIFEST, lambda path: path.write_text('{"schema": 2}'), "run is missing"),
+    "other version": (runs.MANIFEST, _set_schema, "has schema version 99, this normlab reads 2"),
 }
 
 
-def make_run_of_schema_1(root: Path) -> Path:
-    """A run as version 1 of the schema had it."""
-    identity = {"train_blocks": 50, "held_out_blocks": 4, "unigram_entropy": 6.5}
-    path = make_run(root, schema=1, tokens=1600, corpus=identity, config=CONFIG | {"width": 32, "block_length": 16})
-    manifest = json.loads((path / runs.MANIFEST).read_text())
-    store.write_json(path / runs.MANIFEST, {k: v for k, v in manifest.items() if k not in runs.COUNT_LOSSES})
-    return path
-
-
-def test_a_run_of_schema_1_is_read_with_the_status_it_was_written_with(tmp_path):
-    path = make_run_of_schema_1(tmp_path)
-    run = runs.read_run(path)
-    assert run.manifest["trigram_loss"] is None and run.manifest["bigram_loss"] is None and run.status == "finished"
-    assert run.manifest["schema"] == runs.SCHEMA_VERSION
-    assert run.manifest["corpus"]["train_tokens"] == 800 and run.manifest["epochs"] == 2.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        table = load_runs(tmp_path)
-    assert {"unigram_entropy", "tokens_per_s"} == set(table.metric) - {"loss", "token_l2_mean"}
-    about = summarize(table)
-    assert about["unigram_entropy"].tolist() == [6.5]
-    assert about[["bigram_loss", "trigram_loss"]].isna().all(axis=None)
-
-
-def test_a_run_of_schema_1_is_the_same_run_still(tmp_path):
-    manifest = runs.read_run(make_run_of_schema_1(tmp_path)).manifest
-    config = TrainConfig.from_dict(manifest["config"])
-    identity = {"train_blocks": 50, "train_tokens": 800, "held_out_blocks": 4, "unigram_entropy": 6.5}
-    require_same(manifest, config, identity)
-    with pytest.raises(NormlabError, match="has train_blocks 50, here it is 51"):
-        require_same(manifest, config, identity | {"train_blocks": 51})
-
-
-def test_a_run_of_schema_2_needs_its_counted_losses(tmp_path):
+def test_a_run_needs_its_counted_losses(tmp_path):
     path = make_run(tmp_path)
     manifest = json.loads((path / runs.MANIFEST).read_text())
     del manifest["trigram_loss"]
@@ -251,15 +216,21 @@ def test_a_lock_goes_with_its_process_and_its_file_with_the_run(tmp_path):
     assert [path.name for path in lock.parent.iterdir()] == ["other"]
 
 
-def test_shipped_runs_of_every_schema_can_be_read():
+def test_shipped_runs_can_be_read():
     data = Path(__file__).resolve().parents[1] / "data"
-    for name, schema in (("runs", 2), ("gain_or_bound", 1)):
+    for name in ("depth", "gpu", "grid"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            table = load_runs(data / name)
-        assert set(table.status) <= set(runs.STATUSES)
-        first = runs.find_runs(data / name)[0]
-        assert json.loads(packed.Pack(first.parent).manifest(first.name))["schema"] == schema
+            assert set(load_runs(data / name).status) <= set(runs.STATUSES)
+
+
+def test_runs_that_change_their_schemes_model_can_be_left_out(tmp_path):
+    make_run(tmp_path / "plain")
+    path = make_run(tmp_path / "other", config=CONFIG | {"seed": 5, "model": {"kappa": 4.0}}, name="other")
+    assert load_runs(tmp_path)["run"].nunique() == 2
+    assert set(load_runs(tmp_path, variants=False)["run"]) == set(load_runs(tmp_path / "plain")["run"])
+    with pytest.raises(NormlabError, match="every run in .* changes its scheme's model"):
+        load_runs(path, variants=False)
 
 
 def test_a_copied_run_is_still_the_run(tmp_path):

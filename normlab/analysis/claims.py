@@ -38,6 +38,7 @@ from normlab.errors import NormlabError
 
 MOMENTS = (("before training", 0), ("after training", None))
 HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
+AS_SAID, NOT_AS_SAID = "one seed: as claimed", "one seed: not as claimed"
 
 
 def learned(runs: pd.DataFrame) -> pd.DataFrame:
@@ -277,14 +278,19 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
 
 
 def sentence(table: pd.DataFrame) -> str:
-    """`tested` in words: its first row that was run, and how many claims hold."""
+    """`tested` in words: its first row that was run, and how many claims hold, or are as said by a single seed."""
     ran = table[table["says"] != NOT_RUN]
     first = (table if ran.empty else ran).iloc[0]
     place = f", {table.index.name}"
     of = f" ({first['ours']}{place}, rate {first['rates']})" if first["ours"] else place
-    holds, fails = (int(table["says"].eq(word).sum()) for word in (HOLDS, FAILS))
+    holds, fails, so, not_so = (int(table["says"].eq(word).sum()) for word in (HOLDS, FAILS, AS_SAID, NOT_AS_SAID))
+    start = f"{first.name}: {first['says']}{of}."
+    if so + not_so and not holds + fails:
+        rest = len(table) - so - not_so
+        counts = f"{so} of {len(table)} claims are as said, {not_so} not; {rest} cannot be decided here"
+        return f"{start} By one seed {counts}."
     return (
-        f"{first.name}: {first['says']}{of}. Of {len(table)} claims {holds} hold{'s' * (holds == 1)}, {fails} "
+        f"{start} Of {len(table)} claims {holds} hold{'s' * (holds == 1)}, {fails} "
         f"do{'es' * (fails == 1)} not, and {len(table) - holds - fails} cannot be decided here."
     )
 
@@ -315,7 +321,7 @@ def _outcome(row: Any, direction: str) -> str:
     none = 1 if row.kind == "ratio" else 0
     as_said = direction == ("below" if row.estimate < none else "above")
     if math.isnan(row.low):
-        return "one seed: no interval" if direction == "alike" else f"one seed: {'' if as_said else 'not '}as claimed"
+        return "one seed: no interval" if direction == "alike" else AS_SAID if as_said else NOT_AS_SAID
     if row.verdict == UNDECIDED:
         return UNDECIDED
     if direction == "alike":

@@ -35,8 +35,7 @@ def compare(
     """Scheme a minus scheme b (a over b for positive sizes) after training, one row per depth with its verdict.
 
     The interval is mean +- t(level, n - 1) sd / sqrt(n) of the pair's differences over the n seeds that both have. For
-    a ratio they are differences of logarithms. The sd has a floor, taken over all schemes that were run at the depth
-    (`normlab.analysis.verdicts.differences`).
+    a ratio they are differences of logarithms (`normlab.analysis.verdicts.differences`).
 
     Args:
         runs: the table of `normlab.load_runs`. Losses and speeds are those of each scheme's chosen learning rate.
@@ -63,9 +62,8 @@ def compare(
     if not 0.0 < level < 1.0:
         raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
     where: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
-    own, everyone = _look(runs, a, b, metric, depth, width, where)
-    values = values_of(own, metric, **where)
-    found = judged(_rows(values, a, b, metric, level, values_of(everyone, metric, **where)), level)
+    own = _look(runs, a, b, metric, depth, width, where)
+    found = judged(_rows(values_of(own, metric, **where), a, b, metric, level), level)
     found.attrs["about"] = own.describe()
     return found
 
@@ -81,7 +79,7 @@ def compare_variants(
 ) -> pd.DataFrame:
     """`compare` of schemes a and b within each group of runs that share the configuration fields `by`.
 
-    The groups are one family. The floor of the sd is taken over the pairs of all groups of the same depth and width.
+    The groups are one family.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -100,20 +98,16 @@ def compare_variants(
         raise NormlabError(f"no run sets {', '.join(unknown)}; fields are {', '.join(map(str, configs.columns))}")
     choice = {name: where.pop(name, None) for name in ("depth", "width")}
     where = {"site": None, "layer": None, "mask": "all", "split": None, "step": None} | where
-    groups, pool = [], []
-    for number, (fields, group) in enumerate(configs.groupby(list(by), dropna=False)):
+    found = []
+    for fields, group in configs.groupby(list(by), dropna=False):
         if not {a, b} <= set(group["scheme"]):
             continue
-        own, everyone = _look(runs[runs["run"].isin(group.index)], a, b, metric, **choice, where=where)
-        groups.append((fields, values_of(own, metric, **where).assign(group=number)))
-        pool.append(values_of(everyone, metric, **where).assign(group=number))
-    if not groups:
-        raise NormlabError(f"no configuration under which both {a} and {b} were run")
-    pooled, found = pd.concat(pool), []
-    for fields, values in groups:
-        rows = _rows(values, a, b, metric, LEVEL, pooled[pooled["width"] == values["width"].iloc[0]])
+        own = _look(runs[runs["run"].isin(group.index)], a, b, metric, **choice, where=where)
+        rows = _rows(values_of(own, metric, **where), a, b, metric, LEVEL)
         place = pd.DataFrame([fields] * len(rows), columns=list(by)).drop(columns=rows.columns, errors="ignore")
         found.append(pd.concat([place, rows], axis=1))
+    if not found:
+        raise NormlabError(f"no configuration under which both {a} and {b} were run")
     return judged(pd.concat(found, ignore_index=True))
 
 
@@ -125,8 +119,8 @@ def _look(
     depth: int | None,
     width: int | None,
     where: Mapping[str, Any],
-) -> tuple[Selection, Selection]:
-    """The runs of a and b, and those of all schemes that figures show with them."""
+) -> Selection:
+    """The runs of a and b, as figures show them among all schemes."""
     site = where["site"] or quantity_row(metric).default_site
     everyone = _select(runs, (a, b), depth, width, same_rate=site != "model")
     about = everyone.runs[everyone.runs["scheme"].isin([a, b])]
@@ -142,12 +136,12 @@ def _look(
     if where["step"] is None:
         _require_same_length(own.runs, a, b)
     _require_same_text(own.runs, a, b)
-    return own, everyone
+    return own
 
 
-def _rows(values: pd.DataFrame, a: str, b: str, metric: str, level: float, pool: pd.DataFrame) -> pd.DataFrame:
+def _rows(values: pd.DataFrame, a: str, b: str, metric: str, level: float) -> pd.DataFrame:
     """Differences, with the learning rates and precisions of both sides."""
-    rows = differences(values, a, b, metric, level, pool)
+    rows = differences(values, a, b, metric, level)
     sides = [(side, values[values["scheme"] == name].groupby("depth")) for side, name in (("a", a), ("b", b))]
     for number, (side, own) in enumerate(sides):
         rows.insert(5 + number, f"lr_{side}", rows["depth"].map(own["lr"].first()))

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.selection import NothingToShow, Selection, choose, depths_of_most, title_of
+from normlab.analysis.selection import MANY, NothingToShow, Selection, choose, depths_of_most, title_of
 from normlab.analysis.theory import predict_runs
-from normlab.analysis.verdicts import LEVEL, lower_quartile, pair_variances, t_quantile, variance_over_seeds
+from normlab.analysis.verdicts import LEVEL, t_quantile, variance_over_seeds
 from normlab.errors import NormlabError
 from normlab.probes.metrics import ALL_METRICS, metric_row, site_order
 from normlab.schemes import SCHEMES, tagged
 
 NOT_TRAINED = "not trained"
-MANY = 8  # lines that a reader can tell apart
+BEST = "best"  # in place of a rate: each scheme's best one
 _KEY = ["site", "metric", "mask", "depth"]
 _AXES = ["scheme", "seed", "step", "layer"]
 
@@ -34,7 +34,7 @@ class View:
         schemes: which to show.
         relative: divide each profile by its own value at layer 1.
         reference: show every scheme against this one, paired by seed, by ratio or difference as the metric's row says.
-        rate: the runs of this learning rate. None: of one that all schemes of a depth share, or each scheme's own.
+        rate: the runs of this learning rate. None: of each scheme's best one.
     """
 
     metric: str
@@ -82,6 +82,7 @@ class Profiles:
     Attributes:
         chosen: the runs that are shown, None where there are none.
         missing: why nothing can be shown; empty otherwise.
+        shared: by depth, the learning rate at which magnitudes are compared, where all schemes of the depth have one.
 
     Raises:
         NormlabError: `runs` is no such table.
@@ -90,6 +91,7 @@ class Profiles:
     def __init__(self, runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self.chosen: Selection | None = None
         self.missing = ""
+        self.shared: dict[int, float] = {}
         self._configs = configs or {}
         self._places: dict[tuple[str, str, str, int], np.ndarray] = {}
         self._columns, self._values = dict.fromkeys(_AXES, np.empty(0, dtype=np.int64)), np.empty(0)
@@ -97,10 +99,12 @@ class Profiles:
         self._predictions = cache(self._predict)
         self._at_rate = cache(lambda rate: Profiles(runs[self._is_width & (runs["lr"] == rate)], configs))
         try:
-            self.chosen = choose(runs, depth=None, same_rate=True)
+            self.chosen = choose(runs, depth=None)
+            one_rate = self.chosen.at_one_rate().runs.groupby("depth")["lr"].unique()
         except NothingToShow as why:
             self.missing = str(why)
             return
+        self.shared = {int(depth): float(rates[0]) for depth, rates in one_rate.items() if len(rates) == 1}
         self._is_width = runs["width"] == self.chosen.runs["width"].iloc[0]
         measured = runs[self._is_width & runs["layer"].notna()]
         rates = measured[["depth", "lr"]].drop_duplicates()
@@ -116,11 +120,7 @@ class Profiles:
         self._values = table["value"].to_numpy(dtype=float)
         trained = set(self.chosen.runs[["scheme", "depth"]].itertuples(index=False, name=None))
         self._remarks = {at: self.chosen.remark(*at) for at in trained}
-        ends = self.chosen.runs.groupby("depth")["lr"].agg(["min", "max"])
-        self._rates_in_words = {
-            int(at): self.chosen.rate(int(at)) + (f", {low:g} to {high:g}" if low < high else "")
-            for at, low, high in ends.itertuples()
-        }
+        self._rates_in_words = {depth: self.chosen.rate(depth) for depth in self.depths}
 
     @property
     def schemes(self) -> list[str]:
@@ -133,6 +133,10 @@ class Profiles:
     def rates(self, depth: int) -> list[float]:
         """The learning rates of the runs of a depth, small first."""
         return self._rates.get(depth, [])
+
+    def opening_rate(self, depth: int) -> float | None:
+        """The rate of a first look: the shared one, where the runs of the depth have several and share one."""
+        return self.shared.get(depth) if len(self.rates(depth)) > 1 else None
 
     def at(self, rate: float | None) -> Profiles:
         """The index of the runs of one learning rate; None: this one."""
@@ -280,17 +284,16 @@ def _over_seeds(values: np.ndarray, metric: str) -> tuple[np.ndarray, np.ndarray
 def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Ratio or difference to the reference by scheme, step and layer, its interval, and the number of seeds.
 
-    The interval is that of `normlab.analysis.verdicts.differences`, its floor taken over all pairs of schemes.
+    The interval is that of `normlab.analysis.verdicts.differences`.
     """
     values, undo = _on_scale(values, metric)
     gaps = values - values[reference]
     known = np.isfinite(gaps)
     seeds, counts = known.any(axis=3).sum(axis=1), np.where(known.any(axis=1), known.sum(axis=1), np.nan)
     variance, freedom = variance_over_seeds(gaps)
-    floor = lower_quartile(*pair_variances(values))
     with np.errstate(over="ignore", invalid="ignore"):
         mean = np.where(known, gaps, 0.0).sum(axis=1) / counts
-        half = t_quantile(LEVEL, freedom) * np.sqrt(np.maximum(variance, floor) / counts)
+        half = t_quantile(LEVEL, freedom) * np.sqrt(variance / counts)
         half[reference] *= 0.0
         return undo(mean), undo(mean - half), undo(mean + half), seeds
 
@@ -330,7 +333,7 @@ def by_family(schemes: Sequence[str]) -> dict[str, list[str]]:
 def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> View | None:
     """Block outputs after the last step, at the deepest depth at which most of the schemes were run.
 
-    A depth at which they share a learning rate is preferred. None when nothing was measured.
+    A depth at which they share a learning rate is preferred, and that rate is shown. None when nothing was measured.
 
     Raises:
         NormlabError: a scheme that the table does not have.
@@ -347,7 +350,7 @@ def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> Vi
     most = depths_of_most(runs)
     with_steps = [depth for depth in profiles.depths if profiles.steps(metric, site, mask, depth)]
     with_steps = [depth for depth in with_steps if depth in most] or with_steps
-    rates = runs.groupby("depth")["lr"].nunique()
-    depth = ([depth for depth in with_steps if rates.get(depth) == 1] or with_steps)[-1]
-    step = profiles.steps(metric, site, mask, depth)[-1]
-    return View(metric, site, mask, depth, step, tuple(profiles.schemes if schemes is None else schemes))
+    depth = ([depth for depth in with_steps if depth in profiles.shared] or with_steps)[-1]
+    rate = profiles.opening_rate(depth)
+    step = profiles.steps(metric, site, mask, depth, rate)[-1]
+    return View(metric, site, mask, depth, step, tuple(profiles.schemes if schemes is None else schemes), rate=rate)

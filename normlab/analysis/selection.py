@@ -24,6 +24,7 @@ from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED  # noqa: F401 
 from normlab.schemes import SCHEMES
 
 NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype"))
+MANY = 8  # schemes that a reader can tell apart
 NEEDED_OF_EXPERIMENTS = ("scheme", "depth", "seed", "metric", "part", "layer", "value")
 
 
@@ -107,6 +108,24 @@ def seeds_in_words(counts: pd.Series) -> str:
     return "1 seed" if high == 1 else f"{high} seeds"
 
 
+def rates_in_words(runs: pd.DataFrame) -> str:
+    """The learning rate: one for all, one per depth, or each scheme's own; of many schemes the ends.
+
+    Args:
+        runs: columns `scheme depth lr`.
+    """
+    rates = runs.groupby("depth")["lr"].unique()
+    if any(len(own) > 1 for own in rates):
+        words = f"{runs['lr'].min():g} to {runs['lr'].max():g}"
+        if runs["scheme"].nunique() <= MANY:
+            named = ((lr, ", ".join(map(title_of, in_order(own)))) for lr, own in runs.groupby("lr")["scheme"])
+            words = ", ".join(f"{lr:g} ({titles})" for lr, titles in named)
+        return f"each scheme's learning rate: {words}"
+    if runs["lr"].nunique() == 1:
+        return f"learning rate {runs['lr'].iloc[0]:g}"
+    return "learning rate " + ", ".join(f"{own[0]:g} at depth {at}" for at, own in rates.items())
+
+
 def at_rate(runs: pd.DataFrame, rate: float | None) -> pd.DataFrame:
     """The runs of one learning rate; None: all runs, of which every figure chooses its own and says how.
 
@@ -185,11 +204,6 @@ class Selection:
         depth = self.depths[0] if len(self.depths) == 1 else None
         return self._chosen_anew(depth, schemes=self.schemes)
 
-    def of_all_schemes(self) -> Selection:
-        """All schemes of the table at this depth and width, at one learning rate. Unchanged if that drops a run."""
-        everyone = self._chosen_anew(self.depths[0])
-        return everyone if self.runs.index.isin(everyone.runs.index).all() else self
-
     def _chosen_anew(self, depth: int | None, schemes: Sequence[str] | None = None) -> Selection:
         source = self.table if self.source is None else self.source
         return choose(source, depth, int(self.runs["width"].iloc[0]), schemes, same_rate=True)
@@ -246,14 +260,8 @@ class Selection:
         return said
 
     def rate(self, depth: int | None = None) -> str:
-        """The learning rate in words: one for all, one per depth, or each scheme's own."""
-        runs = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
-        rates = runs.groupby("depth")["lr"].unique()
-        if any(len(own) > 1 for own in rates):
-            return "each scheme's own learning rate"
-        if runs["lr"].nunique() == 1:
-            return f"learning rate {runs['lr'].iloc[0]:g}"
-        return "learning rate " + ", ".join(f"{own[0]:g} at depth {at}" for at, own in rates.items())
+        """`rates_in_words` of the runs, or of those of one depth."""
+        return rates_in_words(self.runs if depth is None else self.runs[self.runs["depth"] == depth])
 
 
 def choose(

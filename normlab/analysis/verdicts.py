@@ -25,19 +25,15 @@ LEVEL = 0.95  # of confidence
 SIZE_MARGIN, LOSS_MARGIN = 0.10, 0.02  # a share of a size; nats per token
 
 
-def differences(
-    values: pd.DataFrame, a: str, b: str, metric: str, level: float = LEVEL, pool: pd.DataFrame | None = None
-) -> pd.DataFrame:
+def differences(values: pd.DataFrame, a: str, b: str, metric: str, level: float = LEVEL) -> pd.DataFrame:
     """Scheme a minus scheme b, or a over b for sizes: the mean over the seeds that both have, one row per depth.
 
     The interval is estimate +- t(level, seeds - 1) sd / sqrt(seeds), of logarithms for a ratio. sd is the standard
-    deviation of the pair's differences. Its square is at least the lower quartile of that of all pairs of the pool.
+    deviation of the pair's differences.
 
     Args:
         values: columns `depth scheme seed value`, one row per run (`normlab.analysis.quantities.values_of`).
         metric: its row in the metrics table says whether values are compared as ratios.
-        pool: the runs whose pairs give the floor, in the same columns; default `values`. Schemes are paired within
-            equal values of a column `group`, where there is one.
 
     Returns:
         Columns `depth a b metric kind seeds mean_a mean_b estimate low high sd df p unpaired`. Means are geometric for
@@ -49,7 +45,7 @@ def differences(
     """
     ratio = quantity_row(metric).is_ratio
     of_one_setting(values[values["scheme"].isin([a, b])])
-    values, pool = (_on_scale(rows, ratio) for rows in (values, values if pool is None else pool))
+    values = _on_scale(values, ratio)
     undo = np.exp if ratio else float
     rows = []
     for depth in sorted(int(d) for d in values["depth"].unique()):
@@ -57,11 +53,10 @@ def differences(
         by_seed = here.set_index("seed")
         pairs = pd.DataFrame({side: by_seed.loc[by_seed["scheme"] == name, "y"] for side, name in (("a", a), ("b", b))})
         both = pairs.dropna()
-        floor = _floor(pool[pool["depth"] == depth])
         row = {"depth": depth, "a": a, "b": b, "metric": metric, "kind": quantity_row(metric).compared}
         row |= {"seeds": len(both)}
         row |= {f"mean_{side}": float(undo(both[side].mean())) if len(both) else math.nan for side in ("a", "b")}
-        row |= _estimate((both["a"] - both["b"]).to_numpy(), floor, undo, level)
+        row |= _estimate((both["a"] - both["b"]).to_numpy(), undo, level)
         rows.append(row | {"unpaired": len(pairs) - len(both)})
     return pd.DataFrame(rows)
 
@@ -69,8 +64,7 @@ def differences(
 def means(values: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Each scheme's own mean over its seeds against no effect: 1 for ratios (geometric means), 0 for differences.
 
-    The interval is estimate +- t(0.95, seeds - 1) sd / sqrt(seeds). The square of sd is at least the lower quartile of
-    the same over the schemes of the depth.
+    The interval is estimate +- t(0.95, seeds - 1) sd / sqrt(seeds).
 
     Args:
         values: columns `depth scheme seed value`, one row per run.
@@ -88,58 +82,11 @@ def means(values: pd.DataFrame, metric: str) -> pd.DataFrame:
     rows = []
     for depth, layout in _on_scale(values, ratio).groupby("depth"):
         groups = layout.groupby("scheme", observed=True)["y"]
-        floor = lower_quartile(groups.var().to_numpy(), (groups.count() - 1).to_numpy())
         for scheme in in_order(layout["scheme"]):
             numbers = groups.get_group(scheme).dropna().to_numpy()
             row = {"depth": int(depth), "a": scheme, "metric": metric, "kind": quantity_row(metric).compared}
-            rows.append(row | {"seeds": len(numbers)} | _estimate(numbers, float(floor), undo, LEVEL))
+            rows.append(row | {"seeds": len(numbers)} | _estimate(numbers, undo, LEVEL))
     return pd.DataFrame(rows)
-
-
-def worse_than_some(values: np.ndarray) -> np.ndarray:
-    """The p-value, one-sided, that some other scheme has a lower mean. It is corrected for the number of others.
-
-    The mean of each seed over the schemes is taken out first. Then every pair is tested with both schemes' own
-    variances and Welch's degrees of freedom (Games and Howell 1976). For two schemes this is the paired t-test. The
-    schemes with p >= 0.05 hold the best one with a probability of 0.95 (multiple comparisons with the best, Hsu 1984).
-
-    Args:
-        values: (schemes, seeds, ...), NaN for a missing run. Each scheme has at least two.
-
-    Returns:
-        (schemes, ...), at most 1.
-    """
-    from scipy import stats
-
-    known, schemes = np.isfinite(values), len(values)
-    seed = np.zeros_like(values[0])
-    for _ in range(30 if not known.all() else 1):  # the two means in turn: least squares where runs are missing
-        mean = np.nanmean(values - seed, axis=1)
-        seed = np.nanmean(values - mean[:, None], axis=0)
-    count = known.sum(axis=1)
-    # Seeds' means take a share of the freedom from every scheme.
-    freedom = (count - 1) * (schemes - 1) / schemes
-    variance = np.nansum(np.square(values - seed - mean[:, None]), axis=1) / freedom / count
-    total, more = variance[:, None] + variance, mean[:, None] - mean
-    with np.errstate(divide="ignore", invalid="ignore"):
-        welch = total**2 / (variance[:, None] ** 2 / freedom[:, None] + variance**2 / freedom)
-        p = np.where(total > 0, stats.t.sf(more / np.sqrt(total), welch), np.where(more > 0, 0.0, 1.0))
-    diagonal = np.arange(schemes)
-    p[diagonal, diagonal] = 1.0
-    return np.minimum(p.min(axis=1) * (schemes - 1), 1.0)
-
-
-def pair_variances(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variance over seeds of the difference between every two schemes.
-
-    Args:
-        values: (schemes, seeds, ...), NaN for a missing run.
-
-    Returns:
-        Two arrays (pairs, ...): variance (NaN without a degree of freedom) and degrees of freedom.
-    """
-    first, second = np.triu_indices(len(values), 1)
-    return variance_over_seeds(values[first] - values[second])
 
 
 def variance_over_seeds(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -155,20 +102,7 @@ def variance_over_seeds(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return square / (count - 1), np.maximum(count - 1, 0)
 
 
-def lower_quartile(variances: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """The one of (k, ...) variances that has k // 4 of them below it: of up to three the smallest.
-
-    Those without a degree of freedom do not count. The result is 0 if none counts.
-    """
-    known = freedom > 0
-    if not len(variances):
-        return np.zeros(variances.shape[1:])
-    ordered = np.sort(np.where(known, variances, np.inf), axis=0)
-    quartile = np.take_along_axis(ordered, known.sum(axis=0)[None] // 4, axis=0)[0]
-    return np.where(np.isfinite(quartile), quartile, 0.0)
-
-
-def judged(rows: pd.DataFrame, level: float = LEVEL, family: int = 0) -> pd.DataFrame:
+def judged(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
     """The rows with columns `p_holm margin verdict`, the rows being one family.
 
     *different*: p_holm < 1 - level. *equivalent*: not so, and the row's own interval lies inside the margin. The margin
@@ -177,10 +111,9 @@ def judged(rows: pd.DataFrame, level: float = LEVEL, family: int = 0) -> pd.Data
 
     Args:
         rows: of `differences` or `means`, of one call or of several; all intervals are of the same `level`.
-        family: how many comparisons were planned; those without runs yet count as p = 1.
     """
     rows = rows.copy()
-    rows["p_holm"] = holm(rows["p"].to_numpy(float), family)
+    rows["p_holm"] = holm(rows["p"].to_numpy(float))
     rows["margin"] = [_margin(quantity_row(name)) for name in rows["metric"]]
     rows["verdict"] = [
         DIFFERENT if row.p_holm < 1 - level else EQUIVALENT if _inside_margin(row) else UNDECIDED
@@ -189,26 +122,16 @@ def judged(rows: pd.DataFrame, level: float = LEVEL, family: int = 0) -> pd.Data
     return rows
 
 
-def holm(p: np.ndarray, family: int = 0) -> np.ndarray:
+def holm(p: np.ndarray) -> np.ndarray:
     """p-values adjusted for their number (Holm 1979): below alpha, at most a share alpha of families has a false one.
 
-    Missing values stay missing. They are not counted, except in a family that was planned larger than the known ones.
+    Missing values stay missing and are not counted.
     """
     adjusted, known = np.full(len(p), np.nan), np.flatnonzero(np.isfinite(p))
     order = known[np.argsort(p[known], kind="stable")]
-    others = max(family, len(order)) - np.arange(len(order))
+    others = len(order) - np.arange(len(order))
     adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * others), 1.0)
     return adjusted
-
-
-def fisher(hits: int, of: int, other_hits: int, other_of: int) -> float:
-    """Two-sided p-value of Fisher's exact test: do two groups of runs have the same share of hits?
-
-    For outcomes that are all or nothing, whose mean over seeds says little.
-    """
-    from scipy.stats import fisher_exact
-
-    return float(fisher_exact([[hits, of - hits], [other_hits, other_of - other_hits]]).pvalue)
 
 
 def in_words(row: Any) -> str:
@@ -258,30 +181,20 @@ def t_quantile(level: float, freedom: Any) -> Any:
 
 
 def _on_scale(values: pd.DataFrame, ratio: bool) -> pd.DataFrame:
-    """With `y`, the value as it is compared (the logarithm of a positive size), and `group`, 0 where there is none."""
+    """With `y`, the value as it is compared: the logarithm of a positive size."""
     y = values["value"].astype(float)
     if ratio:
         y = np.log(y.where(y > 0))
-    return values.assign(y=y.where(np.isfinite(y)), group=values.get("group", 0))
+    return values.assign(y=y.where(np.isfinite(y)))
 
 
-def _floor(pool: pd.DataFrame) -> float:
-    """The lower quartile of the variances of all pairs of schemes, paired within each group."""
-    parts = []
-    for _, rows in pool.groupby("group"):
-        layout = rows.pivot_table(index="scheme", columns="seed", values="y", observed=True)
-        parts.append(pair_variances(layout.to_numpy(float)))
-    variances, freedom = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return float(lower_quartile(variances, freedom))
-
-
-def _estimate(numbers: np.ndarray, floor: float, undo: Callable[..., Any], level: float) -> dict[str, float]:
-    """Mean, interval and p-value of independent numbers whose variance is at least `floor`."""
+def _estimate(numbers: np.ndarray, undo: Callable[..., Any], level: float) -> dict[str, float]:
+    """Mean, interval and p-value of independent numbers."""
     from scipy.stats import t
 
     count, freedom = len(numbers), max(len(numbers) - 1, 0)
     mean = float(numbers.mean()) if count else math.nan
-    sd = math.sqrt(max(numbers.var(ddof=1), floor)) if freedom else math.nan
+    sd = float(numbers.std(ddof=1)) if freedom else math.nan
     error = sd / math.sqrt(count) if count else math.nan
     half = t_quantile(level, freedom) * error
     with np.errstate(over="ignore", divide="ignore"):

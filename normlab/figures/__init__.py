@@ -32,10 +32,10 @@ from normlab.figures.one_model import logit_attribution, shares_and_effects
 from normlab.figures.outliers import few_bits, outliers
 from normlab.figures.profile import profile
 from normlab.figures.published import published_ratios
-from normlab.figures.rates import loss_by_rate
+from normlab.figures.rates import loss_by_rate, quantity_by_rate
 from normlab.figures.registry import FIGURES, FigureRow, draw_all, register
 from normlab.figures.report import branch_costs, layer_figure, layer_map, void_shares
-from normlab.figures.settings import by_setting, saturation, variant_differences
+from normlab.figures.settings import saturation, variant_differences
 from normlab.figures.theme import message_figure, themed
 from normlab.figures.training import loss_curves
 from normlab.probes.metrics import ALL_METRICS as METRICS
@@ -47,7 +47,6 @@ __all__ = [
     "branch_costs",
     "by_layer",
     "by_pair",
-    "by_setting",
     "copy_share",
     "depth_scaling",
     "draw_all",
@@ -63,6 +62,7 @@ __all__ = [
     "outliers",
     "profile",
     "published_ratios",
+    "quantity_by_rate",
     "register",
     "saturation",
     "shares_and_effects",

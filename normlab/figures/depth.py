@@ -75,8 +75,9 @@ def depth_scaling(runs: pd.DataFrame | Selection) -> go.Figure:
     _add_losses(figure, shown, points, levels, height - _MARGIN["t"] - _MARGIN["b"])
     family = _add_differences(figure, shown, base, names)
     figure.update_layout(showlegend=False, margin=_MARGIN)
-    right = f"right, difference from {theme.style_of(base).title}, paired by seed, {LEVEL:.0%} intervals, "
-    marks = f"left: ○ not learned, × diverged · {right}Holm over {family}: {theme.VERDICT_KEY}"
+    tested = f"{LEVEL:.0%} intervals, Holm over {family}: {theme.VERDICT_KEY}" if family else "one seed: no intervals"
+    right = f"right, difference from {theme.style_of(base).title}, paired by seed, {tested}"
+    marks = f"left: ○ not learned, × diverged · {right}"
     about = f"{shown.describe()}<br>{marks}<br>{levels_in_words(levels)}"
     return theme.titled(figure, f"Held-out loss against depth{_falls(points, depths)}", about, height)
 

@@ -72,7 +72,7 @@ def add_line(
     figure.add_scatter(x=list(x), y=finite(y), line=look, hovertemplate=text, **own)
 
 
-def mark(color: str, symbol: str, size: int = 9) -> dict[str, Any]:
+def mark(color: str, symbol: str | list[str], size: int = 9) -> dict[str, Any]:
     """A marker whose open symbols are as thick as a line."""
     return dict(color=color, size=size, symbol=symbol, line=dict(width=2, color=color))
 
@@ -143,7 +143,7 @@ def _tick_text(tick: float) -> str:
 
 def short(value: float) -> str:
     """A number in three digits."""
-    if value == 0 or 0.01 <= abs(value) < 10_000:
+    if value == 0 or 0.001 <= abs(value) < 10_000:
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:.1e}"
 

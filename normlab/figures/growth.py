@@ -32,7 +32,7 @@ from normlab.probes.metrics import Metric, metric_row, site_label
 
 MOST_STEPS = 9  # more lines in a panel than this blur into each other
 _COLUMNS = 4
-_PANEL, _GAP = 190, 76  # pixels
+_PANEL, _GAP = 190, 92  # pixels
 _ROW = 34  # pixels of a scheme after the last layer
 # Text columns right of the plot, in pixels from its edge.
 _TEXTS = {"before": 16, "after": 112, "published": 272}
@@ -193,10 +193,8 @@ def growth_before_after(
     points = points if row.is_ratio and base in set(points["scheme"]) else points.iloc[:0]
     printed = points.set_index("scheme")["value"].astype(np.float64)
     pairs = {
-        when: {n: differences(values, n, base, metric, pool=pool).iloc[0] for n in names if n != base}
-        for when, values, pool in zip(
-            ("before", "after"), (start, end), _ends_of(shown.of_all_schemes(), metric), strict=True
-        )
+        when: {n: differences(values, n, base, metric).iloc[0] for n in names if n != base}
+        for when, values in (("before", start), ("after", end))
     }
     figure = go.Figure()
     for position, (name, ends) in enumerate(table.iterrows()):

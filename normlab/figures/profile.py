@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import wrap
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.profiles import LEVEL, Profile, Profiles, View, default_view
+from normlab.analysis.profiles import BEST, LEVEL, Profile, Profiles, View, default_view
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
 from normlab.figures.draw import EndLabel, axis_bounds, label_trace, value_axis
@@ -50,7 +50,7 @@ def profile(
     schemes: Sequence[str] | None = None,
     relative: bool = False,
     reference: str | None = None,
-    rate: float | None = None,
+    rate: float | Literal["best"] | None = None,
     band: bool = True,
     log: bool = False,
     theme: str = "light",
@@ -65,7 +65,8 @@ def profile(
             were run (`normlab.analysis.profiles.default_view`).
         relative: each profile divided by its value at layer 1.
         reference: scheme against which all are shown, with 95% intervals.
-        rate: the runs' learning rate. Default: one that all schemes of a depth share, or each scheme's own.
+        rate: the runs' learning rate, or "best": each scheme's best one. Default: one that all schemes of the depth
+            share, else "best".
         band: shade from the smallest to the largest seed, or the interval; the line under the title says which.
         theme: "light" or "dark".
         published: table of `normlab.load_published`, drawn where it has the same metric.
@@ -80,17 +81,18 @@ def profile(
     metric = metric or view.metric
     site = site or next(iter(profiles.sites(metric)), "block_out")
     depth = view.depth if depth is None else depth
-    if rate is not None and rate not in profiles.rates(depth):
+    if rate not in (None, BEST, *profiles.rates(depth)):
         had = ", ".join(f"{other:g}" for other in profiles.rates(depth))
-        raise NormlabError(f"no run of depth {depth} at learning rate {rate:g} in the table, which has: {had}")
-    steps = profiles.steps(metric, site, mask, depth, rate)
+        raise NormlabError(f"no run of depth {depth} at learning rate {rate} in the table, which has: {had}")
+    at = profiles.opening_rate(depth) if rate is None else None if rate == BEST else float(rate)
+    steps = profiles.steps(metric, site, mask, depth, at)
     if not steps:
         where = f"{site_label(site)}, {MASKS.get(mask, mask)}, depth {depth}"
         return look.message_figure(f"{metric} was not measured at: {where}.", metric_row(metric).label)
     step = steps[-1] if step is None else step
     if reference is not None and reference not in profiles.schemes:
         raise NormlabError(f"no run of {reference!r} in the table, which has: {', '.join(profiles.schemes)}")
-    view = View(metric, site, mask, depth, step, view.schemes, relative, reference, rate)
+    view = View(metric, site, mask, depth, step, view.schemes, relative, reference, at)
     options = PlotOptions(band, log, theme, published, theory=theory is not None, one_step=True)
     return go.Figure(plain(drawing(profiles, view, options)))
 

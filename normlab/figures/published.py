@@ -119,13 +119,20 @@ def published_ratios(runs: pd.DataFrame, published: pd.DataFrame | None = None) 
 
 
 def _agreement(table: pd.DataFrame) -> str:
-    """The number of published ratios on the side of 1 on which the whole interval of our deepest models lies."""
+    """The number of published ratios on the side of 1 on which the whole interval of our deepest models lies.
+
+    Where all of ours are of one seed, the side on which ours lie.
+    """
     is_ours = table["source"] == HERE
     ours = table[is_ours].assign(depth=lambda rows: rows["model"].str.split().str[1].astype(int)).sort_values("depth")
-    ours = ours.groupby(["quantity", "scheme"], observed=True)[["low", "high"]].last().add_prefix("our_")
+    ours = ours.groupby(["quantity", "scheme"], observed=True)[["ratio", "low", "high"]].last()
+    ours = ours.add_prefix("our_")
     both = table[~is_ours].join(ours, on=["quantity", "scheme"], how="inner")
     if both.empty:
         return "no published ones to compare with"
+    if both["our_low"].isna().all():
+        alike = int(((both["ratio"] < 1) == (both["our_ratio"] < 1)).sum())
+        return f"by one seed, {alike} of {len(both)} published ones lie on the side of ours"
     below, above = both["our_high"] < 1, both["our_low"] > 1
     same = ((both["ratio"] < 1) & below | (both["ratio"] > 1) & above).sum()
     if not (told := (below | above).sum()):

@@ -1,4 +1,4 @@
-"""Held-out loss against learning rate (N5): which rate each scheme stands, and what its best one gives."""
+"""Quantities against learning rate (N5): which rate each scheme stands, and how far a rate moves its stream."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import math
 import pandas as pd
 import plotly.graph_objects as go
 
+from normlab.analysis.quantities import quantity_row, values_of
 from normlab.analysis.selection import (
+    NOT_LEARNED,
     NothingToShow,
+    Selection,
     checked,
     depths_of_most,
     has_learned,
     in_order,
+    mean_of,
     one_precision,
+    seeds_in_words,
     summarize,
 )
 from normlab.figures import theme
@@ -35,16 +40,7 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
         runs: the table of `normlab.load_runs`.
         depth: a number of blocks; default: the deepest at which most schemes were trained.
     """
-    about = summarize(checked(runs))
-    if about.empty:
-        raise NothingToShow("The table is empty: no run has been trained yet.")
-    depth = max(depths_of_most(about), default=0) if depth is None else depth
-    about = about[about["depth"] == depth]
-    if about.empty:
-        raise NothingToShow(f"No run of {depth} blocks in the table.")
-    about = one_precision(about[about["width"] == about["width"].mode().iloc[0]])
-    if about.duplicated(["scheme", "lr", "seed"]).any() or about["trigram_loss"].dropna().round(6).nunique() > 1:
-        raise NothingToShow("Runs of one scheme, rate and seed differ in something else: keep those of one setting.")
+    about, depth = _at_all_rates(runs, depth)
     about = about[about.groupby("scheme")["lr"].transform("nunique") > 1]
     if about.empty:
         raise NothingToShow(f"No scheme of {depth} blocks was trained at several learning rates.")
@@ -94,3 +90,55 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     words += ["each label has the scheme's lowest loss"]
     words += [f"dotted: trigram {trigram:.2f}", "triangles: above, not learned"] if math.isfinite(trigram) else []
     return theme.titled(figure, "Held-out loss against learning rate", " · ".join(words), _HEIGHT)
+
+
+@register("growth_by_rate", "N5", "growth of the stream against learning rate")
+def quantity_by_rate(runs: pd.DataFrame, quantity: str = "growth", depth: int | None = None) -> go.Figure:
+    """A quantity after training against the learning rate, one line per scheme (N5).
+
+    Lines go through means over seeds, geometric ones of sizes; dots are seeds. A ring is a run that did not learn. Runs
+    that diverged have no value.
+
+    Args:
+        runs: the table of `normlab.load_runs`.
+        quantity: a name of `normlab.analysis.quantities.QUANTITIES` or of `METRICS`, after the last block.
+        depth: a number of blocks; default: the deepest at which most schemes were trained.
+    """
+    row, (about, depth) = quantity_row(quantity), _at_all_rates(runs, depth)
+    label = "held-out loss" if quantity == "loss" else row.label
+    values = values_of(Selection(runs[runs["run"].isin(about.index)], about), quantity).dropna(subset="value")
+    if values.empty:
+        raise NothingToShow(f"{quantity} was not measured in the runs of {depth} blocks.")
+    figure = go.Figure()
+    for name in in_order(values["scheme"]):
+        own, style = values[values["scheme"] == name].sort_values("lr"), theme.style_of(name)
+        mean = own.groupby("lr")["value"].agg(mean_of, metric=quantity)
+        hover = f"<br>rate %{{x:g}}: %{{y:.4~g}}<br><i>{row.definition}</i>"
+        symbols = ["circle-open" if status == NOT_LEARNED else "circle" for status in about["status"][own["run"]]]
+        add_line(figure, name, mean.index.tolist(), mean, hover, name=style.title, legendgroup=name)
+        add_line(figure, name, own["lr"].tolist(), own["value"], hover, mode="markers", showlegend=False,
+                 legendgroup=name, marker=mark(style.color, symbols, 7))  # fmt: skip
+    rates = sorted(values["lr"].unique())
+    figure.update_xaxes(title_text="learning rate", **value_axis(axis_bounds(rates, True, 0.08), True))
+    figure.update_xaxes(tickvals=rates, ticktext=[f"{rate:g}" for rate in rates])
+    bounds = axis_bounds(values["value"], row.log, 0.08)
+    figure.update_yaxes(title_text=row.axis, **value_axis(bounds, row.log))
+    figure.update_layout(margin=dict(l=70, r=30, t=104, b=62))
+    seeds = seeds_in_words(values.groupby(["scheme", "lr"])["seed"].nunique())
+    about_runs = f"{depth} blocks · width {about['width'].iloc[0]} · {seeds} · {row.definition}"
+    return theme.titled(figure, f"{label[0].upper()}{label[1:]} against learning rate", about_runs, _HEIGHT)
+
+
+def _at_all_rates(runs: pd.DataFrame, depth: int | None) -> tuple[pd.DataFrame, int]:
+    """The rows of `summarize` of one depth and width, at all learning rates, and the depth."""
+    about = summarize(checked(runs))
+    if about.empty:
+        raise NothingToShow("The table is empty: no run has been trained yet.")
+    depth = max(depths_of_most(about), default=0) if depth is None else depth
+    about = about[about["depth"] == depth]
+    if about.empty:
+        raise NothingToShow(f"No run of {depth} blocks in the table.")
+    about = one_precision(about[about["width"] == about["width"].mode().iloc[0]])
+    if about.duplicated(["scheme", "lr", "seed"]).any() or about["trigram_loss"].dropna().round(6).nunique() > 1:
+        raise NothingToShow("Runs of one scheme, rate and seed differ in something else: keep those of one setting.")
+    return about, depth

@@ -1,18 +1,15 @@
-"""A setting: metrics against it (B7), the difference of two schemes under each (N1), and what BHyT's κ changes (N2)."""
+"""A setting: the difference of two schemes under each (N1), and what BHyT's κ changes (N2)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from itertools import cycle
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from normlab.analysis.selection import NothingToShow, in_order
+from normlab.analysis.selection import NothingToShow
 from normlab.analysis.theory import chebyshev_bound
 from normlab.analysis.verdicts import DIFFERENT, bracketed, in_words
 from normlab.figures import theme
@@ -78,41 +75,6 @@ def _numbers(row: Any, is_ratio: bool) -> str:
     written = ("{:.3f}" if is_ratio else "{:+.3f}").format
     text = written(row.estimate) if math.isfinite(row.estimate) else "–"
     return f"{text}{bracketed(row.low, row.high, written)}, {row.seeds} seed{'s' if row.seeds != 1 else ''}"
-
-
-@drawing
-def by_setting(values: pd.DataFrame, setting: str, panels: Mapping[str, str], title: str, subtitle: str) -> go.Figure:
-    """Values against a setting on a log axis, one panel per quantity.
-
-    Each seed is a dot, the mean over seeds (geometric on a log axis) a line.
-
-    Args:
-        values: columns `panel scheme setting seed value`, one row per run.
-        setting: label of the horizontal axis.
-        panels: by name in `values`, "log" or "linear"; drawn in this order.
-    """
-    if values.empty:
-        raise NothingToShow("No run has the setting.")
-    figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.09)
-    for column, (panel, kind) in enumerate(panels.items(), 1):
-        shown, log = values[values["panel"] == panel], kind == "log"
-        for name in in_order(shown["scheme"].unique()):
-            rows, style = shown[shown["scheme"] == name].sort_values("setting"), theme.style_of(name)
-            mean = rows.groupby("setting")["value"].agg((lambda v: np.exp(np.log(v).mean())) if log else "mean")
-            hover = f"<br>{setting} %{{x:g}}: %{{y:.4~g}}"
-            look: dict[str, Any] = dict(
-                name=style.title, legendgroup=name, meta=dict(scheme=name, panel=panel), row=1, col=column
-            )
-            add_line(figure, name, mean.index.tolist(), mean, hover, showlegend=column == 1, **look)
-            dot = dict(color=style.color, size=6, opacity=0.6)
-            add_line(figure, name, rows["setting"].tolist(), rows["value"], hover, mode="markers", marker=dot,
-                     showlegend=False, **look)  # fmt: skip
-        figure.update_yaxes(**value_axis(axis_bounds(shown["value"], log, 0.1), log), row=1, col=column)
-        reach = axis_bounds(shown["setting"], True, 0.08)
-        figure.update_xaxes(title_text=setting, **value_axis(reach, True), row=1, col=column)
-    figure.update_layout(legend=dict(orientation="h", x=0, y=-0.22), margin=dict(l=60, r=30, t=120, b=90))
-    figure.update_annotations(font=dict(size=14))
-    return theme.titled(figure, title, subtitle, 460)
 
 
 @drawing

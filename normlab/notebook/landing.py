@@ -21,11 +21,9 @@ from normlab.errors import NormlabError
 from normlab.figures import themed
 from normlab.files import whole_file
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, PLOTLY, NotebookPage, claim_of
-from normlab.release import DATA
 from normlab.runs import find_runs, read_run
-from normlab.training.grids import CLEARLY
 
-SHIPPED = DATA / "runs"  # the study's, in a checkout
+CLEARLY = 0.05  # nats: another seed moves a held-out loss by as much
 HERE, COME_ALONG = "Trained on this machine just now", "Runs that come with normlab"
 PICTURE_TAG = "picture"  # of the cell whose figure is on the card; default: the first figure
 CARD_TAG = "card:"  # prefix of a tag of the first cell: the notebook has a card with this heading, others a line
@@ -40,7 +38,7 @@ def findings(path: str | Path) -> dict[str, str]:
     Raises:
         NormlabError: no runs there, or runs that differ in more than a table can show.
     """
-    runs = normlab.load_runs(path)
+    runs = normlab.load_runs(path, variants=False)
     chosen, counts = choose(runs, depth=None), claims.learned(runs)
     depth = deepest(counts)
     here, grown = counts[counts["depth"] == depth], claims.growth(runs).query("depth == @depth")
@@ -52,11 +50,16 @@ def findings(path: str | Path) -> dict[str, str]:
             f"One seed per scheme, so nothing has an interval. Another seed moves a loss by about {CLEARLY} nats: "
             "smaller differences between schemes mean nothing."
         )
+    rates = [f"{rate:g}" for rate in sorted(runs["lr"].unique())]
+    at, best = "", ""
+    if len(rates) > 1:
+        at, best = f" at learning rates {', '.join(rates)}", ", at each scheme's best rate"
     return {
-        "Trained": f"{counts['seeds'].sum()} runs of {len(chosen.schemes)} schemes, {_where(path, runs)}. "
+        "Trained": f"{runs['run'].nunique()} runs of {len(chosen.schemes)} schemes{at}, {_where(path, runs)}. "
         f"{chosen.describe().replace(' · ', ', ').capitalize()}.",
-        "Learned": _learned(counts),
-        "Loss": f"Held-out loss at {depth} layers, in nats per token: {_in_order(here['scheme'], here['eval_loss'])}.",
+        "Learned": _learned(counts, best),
+        "Loss": f"Held-out loss at {depth} layers, in nats per token{best}: "
+        f"{_in_order(here['scheme'], here['eval_loss'])}.",
         "Growth": f"L2 norm of a token after the last of {depth} layers over that after the first: "
         f"{_in_order(grown['a'], grown['estimate'])}. A stream may grow by a large factor and stay small.",
         "Trust": f"{trust} These are small models, trained briefly.",
@@ -77,13 +80,13 @@ def _device(environment: Mapping[str, str]) -> str:
     return f"a CPU with {environment['cpu_capability']}" if device == "cpu" else device
 
 
-def _learned(counts: pd.DataFrame) -> str:
+def _learned(counts: pd.DataFrame, best: str) -> str:
     """The number of runs that have learned, and the schemes with runs that have not."""
     if counts["trigram_loss"].isna().all():
         return "These runs do not know the loss of a trigram model, so nothing says which of them have learned."
     total, below = counts["seeds"].sum(), counts["below_trigram"].sum()
-    text = f"{below} of {total} runs have learned: their loss is below those of a unigram, a bigram and a trigram "
-    text += f"model of the same text (the trigram's is {counts['trigram_loss'].mean():.2f} nats per token)."
+    text = f"{below} of {total} runs{best} have learned: their loss is below those of a unigram, a bigram and a "
+    text += f"trigram model of the same text (the trigram's is {counts['trigram_loss'].mean():.2f} nats per token)."
     others = counts[counts["below_trigram"] < counts["seeds"]]
     names = "; ".join(f"{title_of(row.scheme)} at {row.depth} layers" for row in others.itertuples())
     return f"{text} Others: {names}. Conclude nothing from their losses." if names else text
@@ -116,11 +119,15 @@ def heading_of(notebook: NotebookNode) -> str:
     return next((tag.removeprefix(CARD_TAG) for tag in tags if tag.startswith(CARD_TAG)), "")
 
 
-def write_index(folder: str | Path, executed: Sequence[str | Path], runs: str | Path) -> Path:
+def write_index(
+    folder: str | Path, executed: Sequence[str | Path], runs: str | Path, shipped: str | Path | None = None
+) -> Path:
     """Write `index.html` in `folder`: the live model, a sentence on `runs`, cards and links of executed notebooks.
 
-    If `runs` were made here, those that come with normlab have their sentence below. A notebook with a card has its
-    picture there; the others have a line.
+    A notebook with a card has its picture there; the others have a line.
+
+    Args:
+        shipped: runs that come with normlab. If they are not `runs`, they have their sentence below.
 
     Raises:
         NormlabError: no notebook has a page.
@@ -137,10 +144,8 @@ def write_index(folder: str | Path, executed: Sequence[str | Path], runs: str | 
             links.append(entry)
     if not cards + links:
         raise NormlabError(f"no notebook has a page in {folder}: there is nothing to link to")
-    sets: dict[str, str | Path] = {} if Path(runs).resolve() == SHIPPED else {HERE: runs}
-    if SHIPPED.is_dir():
-        sets[COME_ALONG] = SHIPPED
-    said = {heading: claims.apart(normlab.load_runs(path)) for heading, path in sets.items()}
+    sets = {Path(runs).resolve(): HERE} | ({} if shipped is None else {Path(shipped).resolve(): COME_ALONG})
+    said = {heading: claims.apart(normlab.load_runs(path, variants=False)) for path, heading in sets.items()}
     about = {"metadata": {"name": "index"}, "cards": cards, "links": links, "found": findings(runs), "said": said}
     about |= {"explorer": EXPLORER_FILE, "model": MODEL_FILE if (folder / MODEL_FILE).is_file() else ""}
     page, _ = NotebookPage(template_name="landing").from_notebook_node(nbformat.v4.new_notebook(), about)

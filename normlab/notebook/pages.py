@@ -83,7 +83,14 @@ def _failed(cell: NotebookNode) -> bool:
 
 
 def write_pages(
-    notebooks: str | Path, runs: str | Path, out: str | Path, *, executed: str | Path, jobs: int = 2, keep: bool = False
+    notebooks: str | Path,
+    runs: str | Path,
+    out: str | Path,
+    *,
+    executed: str | Path,
+    shipped: str | Path | None = None,
+    jobs: int = 2,
+    keep: bool = False,
 ) -> dict[Path, str]:
     """Execute every notebook of a folder on `runs` and write its page, the explorer's page and the index.
 
@@ -92,6 +99,7 @@ def write_pages(
         runs: folder of runs that they read.
         out: folder of the pages.
         executed: folder of the executed notebooks.
+        shipped: runs that come with normlab, on which the index has a sentence too.
         jobs: notebooks at a time, with one CPU thread each if there are several.
         keep: execute only notebooks that changed since they were last executed.
 
@@ -107,7 +115,7 @@ def write_pages(
         raise NormlabError(f"no notebook in {notebooks}")
     for folder in (out, executed):
         folder.mkdir(parents=True, exist_ok=True)
-    table, configs = normlab.load_runs(runs), normlab.read_configs(runs)
+    table, configs = normlab.load_runs(runs, variants=False), normlab.read_configs(runs)
     # Pages draw figures from their JSON, wherever the pages are made.
     environment = {"PLOTLY_RENDERER": "plotly_mimetype"} | ({"OMP_NUM_THREADS": "1"} if jobs > 1 else {})
     kernels: SimpleQueue[Kernel] = SimpleQueue()
@@ -147,7 +155,7 @@ def write_pages(
                 failed[notebook] = f"{error.ename}: {error.evalue}"
             except DeadKernelError as error:
                 failed[notebook] = str(error)
-    write_index(out, sorted(shown), runs)
+    write_index(out, sorted(shown), runs, shipped)
     return failed
 
 
@@ -155,6 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m normlab.notebook.pages", description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", help="folder of the notebooks")
     parser.add_argument("--runs", required=True, help="folder of runs that they read")
+    parser.add_argument("--shipped", help="runs that come with normlab, for a sentence of the index")
     parser.add_argument("--out", required=True, help="folder of the pages")
     parser.add_argument("--executed", help="folder of the executed notebooks, default OUT/executed")
     parser.add_argument("--jobs", type=int, default=2, help="notebooks at a time (default: 2)")
@@ -163,7 +172,13 @@ def main(argv: list[str] | None = None) -> int:
     executed = options.executed or Path(options.out) / "executed"
     try:
         failed = write_pages(
-            options.notebooks, options.runs, options.out, executed=executed, jobs=options.jobs, keep=options.keep
+            options.notebooks,
+            options.runs,
+            options.out,
+            executed=executed,
+            shipped=options.shipped,
+            jobs=options.jobs,
+            keep=options.keep,
         )
     except NormlabError as error:
         print(error, file=sys.stderr)

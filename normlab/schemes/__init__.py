@@ -33,25 +33,15 @@ STUDIED = tuple(row.name for row in core.ROWS)  # of the shipped runs
 BASELINE = "pre_rmsnorm"  # what the others are compared with: stock Llama
 DEFAULT = "bhyt"  # of `normlab train`
 LNS, DYT = "lns", "dyt"  # with BHyT the three that the project is about
+PERI_LN = "peri_ln"  # the baseline with norms on both sides of a branch
 GAIN_CONTROL = "rmsnorm_gain"  # BHyT's gain and nothing else of it
 REMOVABLE = "tapernorm"  # its norms can each become a fixed gain
 
 # Meaning of each tag.
 TAGS = {
     "short": "sweep of minutes",
-    "core": "sweep of hours, with several seeds",
-    "further": "the rest of that sweep",
-    "deep": "at depth 32",
-    "deepest": "at depth 64",
-    "quadratic": "cost grows as the square of depth: left out at 256 layers",
-    "extreme": "at 1,000 layers: papers that claim great depth, their baselines, BHyT and its control",
     "bound": "the same parameters, with the tanh and without",
     "exact_bound": "with the tanh and without, on the exact statistic",
-    "small_gain": "small gains that can die: trained slower, and with normalized queries",
-    "rates": "compared at equal rates and depths",
-    "wide": "at four times the width",
-    "trained_gain": "LNS's factor as the start of a gain",
-    "always_final": "in the league's final at any rank",
     "contender": "the grid of runs under one recipe",
     "main": "that grid's seeds and depths",
     "warmed_up": "its paper asks for a long warm-up",
@@ -82,6 +72,7 @@ __all__ = [
     "KAPPA_POWERS",
     "LNS",
     "PARTS",
+    "PERI_LN",
     "QK_NORMS",
     "REMOVABLE",
     "SCHEMES",

@@ -12,7 +12,7 @@ Scheme     the row of data
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -194,7 +194,6 @@ class Scheme:
         family: what it changes. Figures group by it.
         color, dash: the same in every figure. Without a color, the next free pair of `normlab.figures.theme`.
         tags: lists that the scheme is in, separated by spaces. `tagged` reads them, and the sweeps' presets.
-        settings: what a rate search tries besides the learning rate, as fields of TrainConfig.
         layout: places of the norms in a block.
         first_layout: places in the first ``first_blocks(config)`` blocks, if they differ (Mix-LN).
         residual: builds a sublayer's residual rule. None: plain addition.
@@ -222,7 +221,6 @@ class Scheme:
     color: str = ""
     dash: str = "solid"
     tags: str = ""
-    settings: tuple[dict[str, Any], ...] = field(default=({},), hash=False)
     layout: Layout = PRE
     first_layout: Layout | None = None
     first_blocks: Callable[[Any], int] = lambda config: 1

@@ -1,8 +1,9 @@
-"""What bounds BHyT in a trained model: tables of notebook 02."""
+"""What bounds BHyT in a trained model, and what its gain does alone: tables of notebooks 02 and 08."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from normlab.analysis.compare import compare
+from normlab.analysis.selection import at_rate, title_of
 from normlab.analysis.theory import chebyshev_bound
+from normlab.analysis.verdicts import judged
 from normlab.models import NormlabForCausalLM
 from normlab.probes import record
+from normlab.probes.metrics import site_label
 from normlab.schemes import DEFAULT
 from normlab.widgets.change import Change, ask
 
@@ -86,3 +91,46 @@ def speeds(bench: str | Path, published: pd.DataFrame) -> list[pd.DataFrame]:
     own = timed[timed["what"].str.startswith(DEFAULT)][["what", "ratio", "low", "high", "pairs"]]
     said = published[published["metric"].str.contains("speed_gain")][["paper", "where", "metric", "value", "note"]]
     return [own.reset_index(drop=True), said.reset_index(drop=True)]
+
+
+def at_each_rate(runs: pd.DataFrame, a: str, b: str, metric: str, depth: int) -> pd.DataFrame:
+    """`normlab.compare` of two schemes at each learning rate that both have, one family, with the `rate`; or no row."""
+    own = runs[runs["depth"] == depth].groupby("scheme")["lr"].unique()
+    rates = sorted(set(own.get(a, [])) & set(own.get(b, [])))
+    found = [compare(at_rate(runs, rate), a, b, metric, depth=depth).assign(rate=rate) for rate in rates]
+    return judged(pd.concat(found, ignore_index=True)) if found else pd.DataFrame()
+
+
+def reach(g: float, widths: Sequence[int]) -> pd.DataFrame:
+    """How far into the tanh a model of each width can drive an input z = g x/rms(x): |z| is at most g sqrt(width).
+
+    Returns:
+        Columns `width largest_z tanh_z bends`; `bends` is tanh z / z, 1 where the tanh does nothing.
+    """
+    table = pd.DataFrame({"width": list(widths)})
+    table["largest_z"] = g * np.sqrt(table["width"])
+    table["tanh_z"] = np.tanh(table["largest_z"])
+    return table.assign(bends=table["tanh_z"] / table["largest_z"])
+
+
+def reached(*tables: pd.DataFrame) -> pd.DataFrame:
+    """How far into the tanh trained models drove an input on held-out text: the largest |z| over blocks and seeds.
+
+    Args:
+        tables: of `normlab.load_runs`.
+
+    Returns:
+        Columns `scheme width blocks rate place largest_z bends limit`, of runs whose norms have a bound. `bends` is
+        tanh z / z there, `limit` what no input can exceed with the lambda that training gave.
+    """
+    names = {"tanh_input_max": "largest_z", "tanh_input_max_bound": "limit"}
+    place = {"scheme": "scheme", "width": "width", "depth": "blocks", "lr": "rate", "site": "place"}
+    rows = pd.concat([table[table["metric"].isin(names) & table["mask"].eq("all")] for table in tables])
+    rows = rows[rows["step"] == rows.groupby("run", observed=True)["step"].transform("max")]
+    wide = rows.pivot_table(index=list(place), columns="metric", values="value", aggfunc="max", observed=True)
+    wide = wide.reindex(columns=list(names)).dropna().rename_axis(columns=None)
+    found = wide.reset_index().rename(columns=names | place)
+    found["scheme"] = [title_of(name) for name in found["scheme"]]
+    found["place"] = [site_label(site) for site in found["place"]]
+    found.insert(6, "bends", np.tanh(found["largest_z"]) / found["largest_z"])
+    return found

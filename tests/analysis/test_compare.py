@@ -105,7 +105,8 @@ def test_the_numbers_are_those_of_the_explorer_at_every_layer(metric):
     profiles = Profiles(runs)
     for scheme, depth, step in (("bhyt", 4, 20), ("lns", 2, 10), ("bhyt", 2, 0)):
         site = profiles.sites(metric)[0]
-        view = View(metric, site, "all", depth, step, (scheme,), reference="pre_rmsnorm")
+        rate = profiles.opening_rate(depth)
+        view = View(metric, site, "all", depth, step, (scheme,), reference="pre_rmsnorm", rate=rate)
         (line,) = profiles.lines(view)
         for place, layer in enumerate(line.layers):
             found = compare(runs, scheme, "pre_rmsnorm", metric, depth=depth, layer=int(layer), step=step).iloc[0]
@@ -125,7 +126,8 @@ def test_a_scheme_against_itself_is_one_whatever_seeds_do():
 def test_losses_are_those_of_each_schemes_own_learning_rate_and_magnitudes_of_the_shared_one():
     runs = with_noise()
     loss, size = compare(runs, "bhyt", "lns"), compare(runs, "bhyt", "lns", "token_l2_mean")
-    assert "each scheme's own learning rate" in loss.attrs["about"] and "learning rate 0.001" in size.attrs["about"]
+    assert "each scheme's learning rate: 0.001 (" in loss.attrs["about"]
+    assert "learning rate 0.001" in size.attrs["about"]
 
 
 def test_two_runs_are_compared_by_name_if_they_are_a_pair():
@@ -204,7 +206,10 @@ def test_one_rate_a_depth_is_not_called_each_schemes_own():
     runs = pd.concat([one_run(name, depth, lr=depth / 1000) for name in ("bhyt", "lns") for depth in (2, 4)])
     assert choose(runs, depth=None).describe().endswith("learning rate 0.002 at depth 2, 0.004 at depth 4")
     own = pd.concat([runs, one_run("dyt", lr=1.0)])
-    assert choose(own, depth=None).describe().endswith("each scheme's own learning rate")
+    said = "each scheme's learning rate: 0.002 (LNS, BHyT), 0.004 (LNS, BHyT), 1 (DyT)"
+    assert choose(own, depth=None).describe().endswith(said)
+    many = pd.concat([one_run(f"scheme {number}", lr=number / 1000) for number in range(1, 10)])
+    assert choose(many).describe().endswith("each scheme's learning rate: 0.001 to 0.009")
 
 
 def test_an_interval_that_no_number_can_hold_is_infinite():

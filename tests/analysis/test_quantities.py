@@ -9,13 +9,13 @@ from normlab.analysis.quantities import QUANTITIES, values_of
 from normlab.analysis.selection import choose
 from normlab.release import DATA
 
-FOLDER = DATA / "depth_and_rate"
+FOLDER = DATA / "gpu"
 
 
 @pytest.fixture(scope="module")
 def shipped():
     runs = normlab.load_runs(FOLDER)
-    return runs[(runs["depth"] == 16) & (runs["lr"] == 0.004)]
+    return runs[runs["lr"] == 0.004]
 
 
 def by_hand(name, runs, experiments, run):
@@ -28,18 +28,18 @@ def by_hand(name, runs, experiments, run):
     uniform = runs[(runs["run"] == run) & (runs["metric"] == "uniform_attention")]
     uniform = uniform[uniform["step"] == uniform["step"].max()].set_index("layer")["value"]
     return {
-        "growth": lambda: sizes[16] / sizes[1],
-        "growth_2": lambda: sizes[16] / sizes[2],
-        "deep_cost": lambda: np.mean([cost[layer] for layer in range(9, 16)]),
-        "early_cost": lambda: np.mean([cost[layer] for layer in range(2, 9)]),
-        "uniform_attentions": lambda: sum(uniform[layer] for layer in range(2, 17)),
+        "growth": lambda: sizes[24] / sizes[1],
+        "growth_2": lambda: sizes[24] / sizes[2],
+        "deep_cost": lambda: np.mean([cost[layer] for layer in range(13, 24)]),
+        "early_cost": lambda: np.mean([cost[layer] for layer in range(2, 13)]),
+        "uniform_attentions": lambda: sum(uniform[layer] for layer in range(2, 25)),
     }[name]()
 
 
 @pytest.mark.parametrize("name", QUANTITIES)
 def test_a_quantity_is_its_definition(name, shipped):
     experiments = normlab.load_experiments(FOLDER)
-    values = values_of(choose(shipped, depth=16), name).set_index("run")["value"]
+    values = values_of(choose(shipped, depth=24), name).set_index("run")["value"]
     assert len(values) == shipped["run"].nunique() and values.notna().all()
     for run, value in values.items():
         assert value == pytest.approx(by_hand(name, shipped, experiments, run), rel=1e-12), run
@@ -47,8 +47,8 @@ def test_a_quantity_is_its_definition(name, shipped):
 
 def test_compare_takes_quantities_and_pairs_them_by_seed(shipped):
     found = compare(shipped, "lns", "pre_rmsnorm", "deep_cost").iloc[0]
-    values = values_of(choose(shipped, depth=16), "deep_cost").pivot(index="seed", columns="scheme", values="value")
-    assert found["kind"] == "difference" and found["seeds"] == 4
+    values = values_of(choose(shipped, depth=24), "deep_cost").pivot(index="seed", columns="scheme", values="value")
+    assert found["kind"] == "difference" and found["seeds"] == len(values)
     assert found["estimate"] == pytest.approx((values["lns"] - values["pre_rmsnorm"]).mean())
     assert compare(shipped, "lns", "pre_rmsnorm", "growth")["kind"].tolist() == ["ratio"]
 

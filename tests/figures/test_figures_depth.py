@@ -9,9 +9,7 @@ from figures_helpers import UNIGRAM, activation, lines, one_run, table, text_of
 
 from normlab.analysis.selection import choose
 from normlab.figures import depth_scaling, trains_at_depth
-from normlab.schemes import BASELINE, SCHEMES
-from normlab.study.presets import get_preset
-from normlab.training.grids import planned
+from normlab.schemes import SCHEMES
 
 
 def test_depth_scaling_shows_losses_and_differences_by_pairs_with_intervals():
@@ -105,10 +103,3 @@ def test_profiles_run_from_the_first_layer_to_the_last_in_the_rows_order():
     assert trains_at_depth(choose(mixed(), depth=2)).data[-1].z is not None
     other = one_run("lns").query("metric != 'unigram_entropy'")
     assert not trains_at_depth(other).data
-
-
-def test_preset_depth_has_all_but_one_scheme_deep_and_a_dozen_at_a_thousand_layers():
-    runs = [config for what, config in planned(get_preset("depth")) if what == "runs"]
-    near, far, limit = ({c.scheme for c in runs if c.depth == depth} for depth in (16, 256, 1000))
-    assert near == far and set(SCHEMES) - far == {"attn_residuals"} and len(limit) == 12 and BASELINE in limit <= far
-    assert {(c.width, c.tokens_per_step) for c in runs} == {(32, 256)}

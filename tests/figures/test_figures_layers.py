@@ -25,11 +25,11 @@ def measured() -> pd.DataFrame:
     """Three seeds of two schemes at depth 4, one run at depth 8, as `load_experiments` gives them."""
     draw, rows = np.random.default_rng(0), []
     for scheme, depth, seed in [*((s, 4, k) for s in SCHEMES for k in range(3)), ("lns", 8, 0)]:
-        about = (f"{scheme}-{depth}-{seed}", scheme, depth, 32, seed)
+        about = (f"{scheme}-{depth}-{seed}", scheme, depth, 32, seed, 4e-3)
         for layer in range(1, depth + 1):
             rows += [(*about, "skip_delta_loss", part, layer, None, draw.gamma(2)) for part in ("block", "deleted")]
             rows += [(*about, name, "block", layer, other, draw.random()) for name in BY_PAIR for other in range(layer)]
-    return pd.DataFrame(rows, columns="run scheme depth width seed metric part layer other value".split())
+    return pd.DataFrame(rows, columns="run scheme depth width seed lr metric part layer other value".split())
 
 
 def test_a_line_is_the_mean_of_its_seeds_with_its_interval(measured):
@@ -99,7 +99,7 @@ def test_every_panel_has_numbers_below_it_and_the_lowest_of_a_column_a_title(mea
 
 
 def test_the_depth_with_most_runs_is_shown_and_named(measured):
-    assert "depth 4 · width 32 · 3 seeds" in text_of(by_layer(measured))
+    assert "depth 4 · width 32 · 3 seeds · learning rate 0.004" in text_of(by_layer(measured))
     assert "depth 8 · width 32 · 1 seeds" not in text_of(by_pair(measured))
 
 
@@ -107,7 +107,7 @@ def test_the_title_says_what_the_pairs_show(measured):
     """Block 2 of 4 turns the stream more than blocks 3 and 4 under one of two schemes; block 1 does not count."""
     turn = {"pre_rmsnorm": (0.1, 0.5, 0.3, 0.4), "lns": (0.9, 0.2, 0.3, 0.3)}
     rows = [
-        (f"{scheme}-{seed}", scheme, 4, 32, seed, "angular_distance", "block", layer, layer + 1, angle)
+        (f"{scheme}-{seed}", scheme, 4, 32, seed, 4e-3, "angular_distance", "block", layer, layer + 1, angle)
         for scheme, angles in turn.items()
         for seed in range(2)
         for layer, angle in enumerate(angles)

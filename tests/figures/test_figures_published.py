@@ -26,7 +26,8 @@ def test_every_row_names_its_source_and_a_known_scheme():
     assert list(published.columns) == list(COLUMNS) and len(published) > 100
     assert published[["paper", "where", "method", "metric"]].notna().all(axis=None)
     in_words = published["metric"] == "claim"
-    assert published.loc[~in_words, ["arxiv", "value"]].notna().all(axis=None)
+    assert published.loc[~in_words, "value"].notna().all()
+    assert published.loc[~in_words & published["paper"].ne("marin"), "arxiv"].notna().all(), "marin's are issues"
     assert published.loc[in_words, ["scheme", "note"]].notna().all(axis=None)
     assert set(published["scheme"].dropna()) <= set(SCHEMES)
 
@@ -127,7 +128,7 @@ def test_theirs_and_ours_are_in_one_figure_and_what_did_not_train_stands_at_the_
     # BHyT's two perplexities and two sizes are below 1 in print; here its sizes are, and its loss is above Pre-LN's.
     assert sides == "Ratios to Pre-LN: where ours differs from 1, 2 of 4 published ones lie on its side"
     single = published_ratios(without.query("seed == 0"), load_published()).layout.title.text
-    assert single == "Ratios to Pre-LN: none of ours with a published one differs from 1, of 4"
+    assert single == "Ratios to Pre-LN: by one seed, 2 of 4 published ones lie on the side of ours"
     assert "▶" not in text_of(published_ratios(without))
 
 

@@ -6,14 +6,23 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, lines, one_run, table, text_of
+from figures_helpers import MEAN_OF_SEEDS, UNIGRAM, activation, empty, lines, one_run, table, text_of, two_rates
 
 from normlab.analysis import claims
 from normlab.analysis.compare import compare
 from normlab.analysis.published import load_published
 from normlab.analysis.selection import choose
 from normlab.errors import NormlabError
-from normlab.figures import FIGURES, METRICS, depth_scaling, growth_before_after, layer_growth, loss_curves, themed
+from normlab.figures import (
+    FIGURES,
+    METRICS,
+    depth_scaling,
+    growth_before_after,
+    layer_growth,
+    loss_curves,
+    quantity_by_rate,
+    themed,
+)
 from normlab.figures.draw import EndLabel, label_ends, spread
 from normlab.figures.theme import template
 from normlab.schemes import SCHEMES
@@ -182,6 +191,23 @@ def test_something_that_is_no_table_of_runs_is_refused():
         layer_growth(pd.DataFrame({"a": [1]}))
     with pytest.raises(NormlabError, match="light or dark"):
         themed(loss_curves(table()), "sepia")
+
+
+def test_a_quantity_is_drawn_at_every_rate_of_every_scheme():
+    failed = [one_run("dyt", lr=3e-3, status="not_learned"), one_run("peri_ln", status="diverged")]
+    runs = pd.concat([two_rates(), *failed])
+    figure = quantity_by_rate(runs, "token_l2_mean")
+    line, dots = lines(figure, scheme="bhyt")
+    size = activation("bhyt", 4, 20) * MEAN_OF_SEEDS
+    assert list(line.x) == [1e-3, 3e-3] and list(line.y) == pytest.approx([size, 2 * size])
+    assert list(dots.x) == [1e-3] * 3 + [3e-3] * 3 and set(dots.marker.symbol) == {"circle"}
+    grown, (alone, ring) = quantity_by_rate(runs), lines(figure, scheme="dyt")
+    assert list(alone.x) == [3e-3] and list(ring.marker.symbol) == ["circle-open"]
+    assert not lines(figure, scheme="peri_ln"), "a diverged run has no value"
+    (growth, _) = lines(grown, scheme="lns")
+    assert list(growth.y) == pytest.approx([activation("lns", 4, 20) / activation("lns", 1, 20)] * 2)
+    nothing = text_of(quantity_by_rate(runs, "attention_entropy"))
+    assert "attention_entropy was not measured in the runs of 4 blocks" in nothing
 
 
 def test_a_scheme_has_one_look_in_all_figures():

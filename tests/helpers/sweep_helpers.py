@@ -9,7 +9,7 @@ from training_helpers import TINY, write_run
 from normlab import runs
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
-from normlab.training.grids import Part, Preset, Search
+from normlab.training.grids import Part, Preset, Rates
 from normlab.training.sweep import sweep
 
 
@@ -46,6 +46,6 @@ def small_preset(text: Path, **fields: Any) -> Preset:
     shared = {name: value for name, value in TINY.items() if name != "depth"} | {"corpus": str(text)}
     defaults = dict(
         parts=(Part({1: 2, 2: 2, 4: 1}, ("lns", "bhyt")),),
-        rate=Search((0.1, 0.2, 0.4), (2,), {"seed": 9, "held_out": "validation"}),
+        rate=Rates((0.1, 0.2, 0.4), (2,)),
     )
     return Preset("test", **{**defaults, "fields": shared, **fields})

@@ -105,18 +105,27 @@ def test_the_tagged_cell_gives_the_picture_else_the_first_figure_does():
     assert picture_of(executed()) is None
 
 
-def test_the_index_leads_to_every_page_and_says_which_runs_a_sentence_is_of(tmp_path, monkeypatch, chromium):
+def test_of_runs_at_several_rates_each_scheme_counts_at_its_best(tmp_path):
+    for lr in (1e-3, 4e-3):
+        write_runs(tmp_path / f"{lr:g}", schemes=["pre_rmsnorm", "bhyt"], depths=(2,), seeds=[0], lr=lr)
+        known(tmp_path / f"{lr:g}")
+    said = findings(tmp_path)
+    assert said["Trained"].startswith("4 runs of 2 schemes at learning rates 0.001, 0.004, in ")
+    assert "at each scheme's best rate" in said["Loss"]
+
+
+def test_the_index_leads_to_every_page_and_says_which_runs_a_sentence_is_of(tmp_path, chromium):
     from plotly.offline import get_plotlyjs
 
     runs = known(write_runs(tmp_path / "runs", depths=(2,)))
     shipped = write_runs(tmp_path / "shipped", depths=(3,), seeds=[0])
-    monkeypatch.setattr(landing, "SHIPPED", shipped)
     asked = executed(loss_curves(table()))
     asked.cells[0].metadata["tags"] = ["card:Does it?"]
     nbformat.write(asked, tmp_path / "one.ipynb")
     nbformat.write(executed(claim="`code` & <b>. More."), tmp_path / "two.ipynb")
     (tmp_path / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
-    page = write_index(tmp_path, [tmp_path / "one.ipynb", tmp_path / "two.ipynb"], runs).read_text(encoding="utf-8")
+    both = [tmp_path / "one.ipynb", tmp_path / "two.ipynb"]
+    page = write_index(tmp_path, both, runs, shipped).read_text(encoding="utf-8")
     links = re.findall(r'href="([^"#]+)"', page)
     assert list(dict.fromkeys(links)) == ["one.html", "explorer.html", "two.html"]
     assert "It grows." in page and "With depth" not in page and "More" not in page
@@ -128,8 +137,7 @@ def test_the_index_leads_to_every_page_and_says_which_runs_a_sentence_is_of(tmp_
         assert view.locator(".card img").count() == 1 and view.locator(".card img").get_attribute("alt")
         view.locator("summary").click()
         assert "float32 on a CPU with AVX2" in view.locator("dl").inner_text()
-    monkeypatch.setattr(landing, "SHIPPED", runs)
-    page = write_index(tmp_path, [tmp_path / "one.ipynb"], runs).read_text(encoding="utf-8")
+    page = write_index(tmp_path, [tmp_path / "one.ipynb"], runs, runs).read_text(encoding="utf-8")
     assert landing.HERE not in page and landing.COME_ALONG in page
 
 

@@ -51,7 +51,7 @@ def test_no_figure_in_jupyterlab_offers_an_upload():
 
 def test_away_from_a_checkout_what_comes_with_normlab_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert prepare("../data/runs") == normlab.shipped("runs") and folder("runs") == Path("runs")
+    assert prepare("../data/grid") == normlab.shipped("grid") and folder("grid") == Path("grid")
     monkeypatch.setattr("normlab.release.DATA", tmp_path / "none")
     monkeypatch.setattr("normlab.release.release_url", lambda: "http://127.0.0.1:9/v1")
     with pytest.raises(NormlabError, match=r"v1/bench\.tar\.gz cannot be fetched .*pass the path of a checkout's data"):

@@ -25,7 +25,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator
     runs = write_runs(folder / "data" / "runs")
     for name in ("00_start_here", "06_your_own_model"):
         notebook = (NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8")
-        (folder / f"{name}.ipynb").write_text(notebook.replace("../data/runs", json.dumps(str(runs))[1:-1]))
+        (folder / f"{name}.ipynb").write_text(notebook.replace("../data/grid", json.dumps(str(runs))[1:-1]))
     notebook = nbformat.read(folder / "00_start_here.ipynb", as_version=4)
     place = next(i for i, cell in enumerate(notebook.cells) if "NormExplorer(" in cell.source)
     notebook.cells[place + 1 :] = [nbformat.v4.new_code_cell(BUSY)]

@@ -1,4 +1,4 @@
-"""The notebooks on one's own model, on TransformerLens, and on gain or bound: what they show is what they compute."""
+"""The notebooks on one's own model and on TransformerLens: what they show is what they compute."""
 
 import argparse
 import inspect
@@ -8,25 +8,18 @@ import sys
 import notebook_helpers
 import pytest
 from notebook_helpers import (
-    NOTEBOOKS,
     execute,
     figures_in,
     once_and_twice,
     printed,
-    rows_in,
-    schemes_of,
     tables_in,
     widgets_in,
-    write_runs,
 )
 
 import normlab
 from normlab.notebook.models import own_model
 from normlab.notebook.pages import Kernel
 from normlab.release import shipped_models
-
-DATA = NOTEBOOKS.parent / "data"
-GRID = str(DATA / "gain_or_bound")
 
 
 @once_and_twice
@@ -108,27 +101,3 @@ def test_without_transformer_lens_the_notebook_ends_with_one_line_that_says_what
     (said,) = notebook.cells[-1].outputs
     assert said["traceback"] == ["the bridge needs TransformerLens: pip install 'normlab[lens]'"]
     assert not figures_in(notebook) and "lens" in notebook.cells[-1].source
-
-
-@once_and_twice
-def test_gain_or_bound_compares_pairs_that_differ_in_the_tanh_alone(tmp_path, executed):
-    runs = write_runs(tmp_path / "data" / "runs", statuses={("lns", 4): "not_learned"})
-    notebook = executed("08_gain_or_bound", tmp_path, RUNS=str(runs), GRID=GRID)
-    size, growth, curves = figures_in(notebook)
-    assert schemes_of(growth) >= {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
-    assert schemes_of(curves) == {"bhyt", "bhyt_linear"}
-    panels = {(t["meta"]["scheme"], t["meta"]["panel"]): t for t in curves["data"] if t["mode"] == "lines"}
-    gains = [0.2, 1.0, 2.0, 5.0]
-    assert all(list(trace["x"]) == pytest.approx(gains) for trace in panels.values()) and len(panels) == 8
-    # The same map for small inputs, so the same start; the further inputs reach, the more of them are flat.
-    flat = panels["bhyt", "share of |tanh z| > 0.95"]["y"]
-    assert flat[0] < 1e-3 < flat[1] < flat[2] < flat[3]
-    labels = list(size["layout"]["yaxis"]["ticktext"])
-    assert labels[:4] == ["g = 0.2, γ₀ = 1", "g = 1, γ₀ = 0.2", "g = 2, γ₀ = 0.1", "g = 5, γ₀ = 0.04"]
-    assert len(labels) == len(size["data"])
-    # The table says of each condition what the figure draws.
-    for trace in size["data"]:
-        row = next(row for row in rows_in(notebook) if trace["name"] in row)
-        assert row[5].split(":")[0] == trace["meta"]["verdict"]
-        assert float(row[4].split()[0]) == pytest.approx(trace["x"][0], abs=6e-4)
-    assert "of 9 conditions of the grid" in printed(notebook) and len(widgets_in(notebook)) == 1

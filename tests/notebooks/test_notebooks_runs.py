@@ -89,11 +89,15 @@ def test_the_curse_of_depth_shows_growth_loss_and_the_papers_with_both_controls(
     assert titles == [
         "Variance over features by layer",
         "L2 norm of a token after the last layer",
+        "Loss by training step",
         "Held-out loss against depth",
+        "Held-out loss against learning rate",
+        "Growth of the stream against learning rate",
+        "Cost of a deep block against learning rate",
         "Ratios to Pre-LN",
-        "Which schemes train at depth 1000",
+        "Which schemes train at depth 256",
     ]
-    for figure in figures[:3]:
+    for figure in figures[:4]:
         assert set(SCHEMES) == schemes_of(figure)
 
 
@@ -126,7 +130,7 @@ def printed_first(notebook: nbformat.NotebookNode) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALL if name < "05"])
 def test_any_cell_run_twice_gives_the_same(name, tmp_path, runs):
-    """06 to 08 are run so for their own tests."""
+    """06 and 07 are run so for their own tests."""
     shown = execute(name, tmp_path, twice=True, RUNS=str(runs))
     assert figures_in(shown) and tables_in(shown)
 
@@ -182,7 +186,8 @@ def test_bhyt_stability_shows_the_bound_and_the_carried_statistic_and_waits_for_
     assert [trace["name"] for trace in saturation["data"]][1:] == ["as it was trained", "one outlier feature"]
     assert [trace["name"] for trace in carried["data"]] == ["before training", "after training"]
     timed = pd.read_csv(DATA / "bench" / "training_cpu.csv").set_index("what")
-    steps, reported, *_ = tables_in(stability)
+    over, above, steps, reported, *_ = tables_in(stability)
+    assert over["difference"].tolist() == ["+0.200"] and set(above["against"]) == {"Pre-LN, gain λ/κ"}
     (row,) = rows_of(steps, what="bhyt step").to_dict("records")
     assert float(row["ratio"]) == pytest.approx(timed.loc["bhyt step", "ratio"], rel=1e-3)
     assert reported["metric"].str.contains("speed_gain").all() and len(reported) >= 2
@@ -191,7 +196,8 @@ def test_bhyt_stability_shows_the_bound_and_the_carried_statistic_and_waits_for_
 
 def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path, runs):
     notebook = execute("04_layer_skip", tmp_path, RUNS=str(runs))
-    skipped, angle, jacobian, lens, updates, left_out, void = figures_in(notebook)
+    skipped, by_rate, larger, angle, jacobian, lens, updates, left_out, void = figures_in(notebook)
+    assert {"pre_rmsnorm", "lns"} <= schemes_of(by_rate) & schemes_of(larger) and len(lines_of(larger)["lns"]) == 24
     costs = lines_of(skipped)
     assert set(costs) == set(SCHEMES)
     expected = [np.mean([skip_cost("lns", layer, seed) for seed in range(3)]) for layer in range(1, 5)]
@@ -213,6 +219,20 @@ def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path
     sizes = [1, 2, 3, 4]  # a quarter of the branches
     assert {trace["name"]: list(trace["x"]) for trace in left_out["data"]} == {"Pre-LN": sizes, "LNS": sizes}
     assert {trace["name"]: len(trace["x"]) for trace in void["data"]} == {"void": 8, "small": 8}
+
+
+def test_gain_or_bound_sets_the_control_beside_bhyt_at_each_rate_and_by_layer(tmp_path, runs):
+    notebook = execute("08_gain_or_bound", tmp_path, RUNS=str(runs))
+    size, loss, ends, growth, large, wide = figures_in(notebook)
+    three = {"pre_rmsnorm", "bhyt", "rmsnorm_gain"}
+    assert all(schemes_of(figure) >= three for figure in (size, loss, ends, growth, large, wide))
+    by_size, by_loss, limits, reached, said = tables_in(notebook)
+    ratio = activation("bhyt", 4, 20) / activation("rmsnorm_gain", 4, 20)
+    assert by_size["rate"].tolist() == ["0.001"] and float(by_size["ratio"].iloc[0]) == pytest.approx(ratio, abs=1e-3)
+    assert len(by_loss) == 1 and limits["width"].tolist() == ["128", "512", "1024", "2048", "4096"]
+    assert set(reached["width"]) == {"512"} and set(reached["scheme"]) == {"BHyT"}
+    smaller = says(said, "The control's stream ends smaller than BHyT's")
+    assert smaller["ours"].startswith(f"x {1 / ratio:.2f}") and smaller["says"] in ("holds", "does not hold")
 
 
 def test_the_kernels_notebook_has_one_figure_and_one_table(tmp_path):

@@ -22,7 +22,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator
     folder = tmp_path_factory.mktemp("voila")
     runs = write_runs(folder / "runs")
     notebook = (NOTEBOOKS / "03_norm_explorer.ipynb").read_text(encoding="utf-8")
-    (folder / "03_norm_explorer.ipynb").write_text(notebook.replace("../data/runs", json.dumps(str(runs))[1:-1]))
+    (folder / "03_norm_explorer.ipynb").write_text(notebook.replace("../data/grid", json.dumps(str(runs))[1:-1]))
     command = [sys.executable, "-m", "voila", "03_norm_explorer.ipynb", "--no-browser"]
     with serve(command, folder, "/voila/api/kernels") as address:
         yield address

@@ -1,10 +1,12 @@
-"""What bounds BHyT: the tables of a model whose statistic is known, and what would break the bound."""
+"""What bounds BHyT: the tables of a model whose statistic is known, what breaks the bound, how far inputs reach."""
 
 import pandas as pd
+import pytest
 import torch
+from figures_helpers import activation, one_run, two_rates
 
 import normlab
-from normlab.study import bound, gain_or_bound
+from normlab.study import bound
 
 
 def test_shares_stay_below_the_bound_and_a_fresh_model_carries_what_it_would_measure():
@@ -38,5 +40,29 @@ def test_speeds_are_those_of_the_bench_and_of_the_paper(tmp_path):
 
 
 def test_a_wider_model_can_reach_further_into_the_tanh():
-    found = gain_or_bound.reach(0.2, [100, 10_000])
+    found = bound.reach(0.2, [100, 10_000])
     assert found["largest_z"].tolist() == [2.0, 20.0] and found["bends"].iloc[1] < 0.06 < found["bends"].iloc[0]
+
+
+def test_two_schemes_are_compared_at_every_rate_that_both_have():
+    found = bound.at_each_rate(two_rates(), "bhyt", "lns", "token_l2_mean", 4)
+    ratio = activation("bhyt", 4, 20) / activation("lns", 4, 20)
+    assert found["rate"].tolist() == [1e-3, 3e-3] and found["estimate"].tolist() == pytest.approx([ratio] * 2)
+    assert (found["p_holm"] >= 2 * found["p"]).all(), "one family"
+    assert bound.at_each_rate(two_rates(), "bhyt", "pre_rmsnorm", "loss", 4)["rate"].tolist() == [1e-3]
+    assert bound.at_each_rate(two_rates(), "bhyt", "dyt", "loss", 4).empty
+
+
+def test_how_far_models_reached_is_the_largest_of_blocks_and_seeds_at_the_last_step_where_there_is_a_bound():
+    rows = [("tanh_input_max", 20, 1, 0.5), ("tanh_input_max", 20, 2, 2.0), ("tanh_input_max", 10, 2, 9.0)]
+    rows += [("tanh_input_max_bound", 20, layer, 3.0) for layer in (1, 2)]
+    table = pd.DataFrame(rows, columns=["metric", "step", "layer", "value"])
+    about = one_run("bhyt", depth=2).iloc[0][["run", "scheme", "depth", "width", "lr"]].to_dict()
+    table = table.assign(site="attn_norm_in", mask="all", **about)
+    dyt = table[table["metric"] == "tanh_input_max"].assign(scheme="dyt", run="dyt")
+    found = bound.reached(pd.concat([table, dyt]), one_run("lns"))
+    (row,) = found.to_dict("records")
+    assert (row["scheme"], row["place"]) == ("BHyT", "input of the attention norm")
+    assert (row["largest_z"], row["limit"]) == (2.0, 3.0)
+    assert row["bends"] == pytest.approx(0.482, abs=1e-3)
+    assert bound.reached(one_run("lns")).empty

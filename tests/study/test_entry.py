@@ -1,17 +1,20 @@
-"""A scheme of anyone's under the league's budget: what a file may hold, and that it is trained as the others are."""
+"""A scheme of anyone's under the league's recipe: what a file may hold, and that it is trained as the others are."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from training_helpers import TINY
 
-from normlab import SCHEMES, NormlabError, cli, runs, store
+from normlab import SCHEMES, NormlabError, cli, runs
 from normlab.study import entry as league
 from normlab.study.presets import get_preset
 from normlab.training.config import TrainConfig
-from normlab.training.grids import LeagueSearch, Part, Preset
+from normlab.training.grids import Part, Preset, Variant, planned
+from normlab.training.run import train
 from normlab.training.workers import Outcome, Pool
 
 MY_NORM = '''import torch
@@ -111,39 +114,92 @@ def test_a_file_that_cannot_be_trained_is_one_line(file, source, name, message):
             league.scheme_of(what)
 
 
-def test_it_is_searched_and_trained_as_the_others_are(file, text, cache, tmp_path, monkeypatch, capsys):
-    fields = {name: value for name, value in TINY.items() if name != "depth"} | {"corpus": str(text), "steps": 4}
-    preset = Preset(
-        "league", (Part({2: 2}, ("pre_rmsnorm",), best=1),), LeagueSearch((0.002, 0.008), (2,), {"seed": 9}), fields
-    )
+@pytest.fixture
+def preset(text: Path, monkeypatch: pytest.MonkeyPatch) -> Preset:
+    """The league's in two steps, trained in this process."""
+    fields = {name: value for name, value in TINY.items() if name != "depth"} | {"corpus": str(text), "steps": 2}
+    rates = tuple(Variant({"lr": rate}) for rate in (0.002, 0.004))
+    made = Preset("league", (Part({2: 1}, ("pre_rmsnorm",), rates),), 0.004, fields)
     monkeypatch.setattr(Pool, "finish", here)
-    monkeypatch.setattr("normlab.study.presets.get_preset", lambda name: preset)
-    options = ["--out", str(tmp_path / "out"), "--cache-dir", str(cache), "--quiet"]
-    assert cli.main(["league", "--add", f"{file}:MeanAbsNorm", *options]) == 0
-    assert "MeanAbsNorm" in capsys.readouterr().out
-    finals, search = (runs.find_runs(place) for place in (tmp_path / "out", tmp_path / "out" / store.SEARCH))
-    (name,) = {runs.read_manifest(path)["config"]["scheme"] for path in finals}
-    assert name == league.scheme_of(f"{file}:MeanAbsNorm").name and (len(finals), len(search)) == (2, 3)
-    there = [tmp_path / "out", tmp_path / "absent"]
-    league.require_comparable(preset, there, cache)
+    monkeypatch.setattr(league, "get_preset", lambda name: made)
+    return made
+
+
+def test_schemes_are_trained_at_each_rate_and_stand_in_the_table(file, preset, cache, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(league, "hours", lambda *_, **__: 1.25)
+    grid, out = tmp_path / "grid", tmp_path / "out"
+    options = ["--cache-dir", str(cache), "--quiet"]
+    assert cli.main(["league", str(grid), *options]) == 2 and "is no folder of runs" in capsys.readouterr().err
+    for config in planned_configs(preset):
+        train(config, grid, cache_dir=cache, progress=False)
+    command = ["league", str(grid), "--add", f"{file}:MeanAbsNorm", "--add", "lns", "--out", str(out), *options]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"training {file}:MeanAbsNorm, lns in {out}: about 1.2 hours here; a stopped command")
+    assert all(title in printed for title in ("MeanAbsNorm ", "LNS ", "Pre-LN "))
+    trained = [runs.read_manifest(path)["config"] for path in runs.find_runs(out)]
+    names = {league.scheme_of(f"{file}:MeanAbsNorm").name, "lns"}
+    assert {(c["scheme"], c["lr"]) for c in trained} == {(name, lr) for name in names for lr in (0.002, 0.004)}
+    assert cli.main(["league", str(grid), str(out), "--csv", str(tmp_path / "t.csv"), *options]) == 0
+    assert set(pd.read_csv(tmp_path / "t.csv")["scheme"]) == {*names, "pre_rmsnorm"}
+
+
+def planned_configs(preset: Preset) -> list[TrainConfig]:
+    return [preset.config("pre_rmsnorm", 2, 0, variant.fields["lr"], {}) for variant in preset.parts[0].variants]
+
+
+def test_runs_of_another_recipe_or_text_are_refused_before_training(preset, text, cache, tmp_path):
+    config = planned_configs(preset)[0]
+    train(config, tmp_path, cache_dir=cache, progress=False)
+    league.require_comparable(preset, [tmp_path, tmp_path / "absent"], cache)
+    deeper = replace(preset, parts=(replace(preset.parts[0], depths={3: 1}),))
+    league.require_comparable(replace(deeper, fields=preset.fields | {"width": 64}), [tmp_path], cache)
     (tmp_path / "other.txt").write_text(text.read_text() + "more\n")
     for more, message in (
-        ({"width": 64}, f"has width {fields['width']}, new runs would have 64: name another folder"),
-        ({"corpus": str(tmp_path / "other.txt")}, "was trained on another text than there is here"),
+        ({"width": 64}, f"has width {config.width}, new runs would have 64: name another folder"),
+        ({"init_std": 0.1}, "has init_std None, new runs would have 0.1: name another folder"),
+        ({"corpus": str(tmp_path / "other.txt")}, "has corpus "),
     ):
         with pytest.raises(NormlabError, match=message):
-            league.require_comparable(replace(preset, fields=fields | more), there, cache)
-    capsys.readouterr()
-    assert cli.main(["league", str(tmp_path / "out")]) == 0
-    assert "MeanAbsNorm" in capsys.readouterr().out
+            league.require_comparable(replace(preset, fields=preset.fields | more), [tmp_path], cache)
+
+
+def test_a_new_row_has_the_grids_runs_but_for_the_scheme():
+    mine = planned(league.preset_of(["keel"]))
+    grid = {config.run_id for config in planned(get_preset("grid")) if config.depth == 8}
+    assert [(config.scheme, config.lr) for config in mine] == [("keel", rate) for rate in (2e-3, 4e-3, 8e-3)]
+    assert {replace(config, scheme="lns").run_id for config in mine} <= grid
+
+
+def test_a_processor_without_bfloat16_is_told_how_long_float32_takes(preset, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(league, "computes_bfloat16", lambda device: False)
+    monkeypatch.setattr(league, "hours", lambda preset, *_, **__: asked.append(preset.fields["dtype"]) or 2.46)
+    mine = league.preset_of(["lns"], dtype="bfloat16")
+    with pytest.raises(NormlabError, match="in float32 this takes about 2.5 hours .* add --dtype float32"):
+        league.require_precision(mine, "out")
+    assert asked == ["float32"]
+    league.require_precision(league.preset_of(["lns"], dtype="float32"), "out")
+    for flag in (["--dtype", "float32"], ["--tiny"]):
+        assert cli.main(["league", *flag]) == 2
+        assert f"{flag[0]} would change nothing without --add" in capsys.readouterr().err
+
+
+def test_hours_are_of_the_runs_that_are_left_at_once_as_many_as_there_are_workers(monkeypatch):
+    table = pd.DataFrame({"hours": [2.0, 2.0, 2.0, 2.0], "done": [True, False, False, False]})
+    monkeypatch.setattr(league, "plan", lambda *_, **__: SimpleNamespace(table=table))
+    for workers, threads, expected in ((2, 1, 4.0), (1, 2, 3.0), (3, 1, 2.0)):
+        assert league.hours(None, "out", workers=workers, threads=threads) == expected
+    table["done"] = True
+    assert league.hours(None, "out", workers=1, threads=1) == 0
 
 
 def test_the_small_size_differs_in_size_alone():
     preset = get_preset("league")
     small = league.tiny(preset)
-    assert small.parts[0].depths == {2: 3} and small.fields["steps"] == 40
-    assert small.fields.keys() >= preset.fields.keys() and small.rate.rates == preset.rate.rates  # type: ignore[union-attr]
-    for name in ("gain_lr_ratio", "clip", "held_out", "store_all"):
+    assert small.parts[0].depths == {2: 1} and (small.fields["steps"], small.fields["dtype"]) == (40, "float32")
+    assert small.fields.keys() >= preset.fields.keys() and small.parts[0].variants == preset.parts[0].variants
+    for name in ("init_std", "clip", "held_out", "store_all"):
         assert small.fields[name] == preset.fields[name]
 
 

@@ -1,231 +1,247 @@
-"""The league's table, on runs made so that each answer is known; and what is said where runs are missing."""
+"""The league's table and figures: rates chosen on the validation half, pairs by seed with their own t, no rank of one
+seed; what others say; and what one table cannot hold."""
 
-import math
+import itertools
+import warnings
 
+import numpy as np
 import pandas as pd
 import pytest
 from figures_helpers import activation, one_run
+from scipy import stats
 from training_helpers import write_run
 
-from normlab import SCHEMES, NormlabError
 from normlab.analysis.published import load_published
+from normlab.analysis.selection import choose, summarize
+from normlab.errors import NormlabError
+from normlab.figures import loss_by_rate
 from normlab.runs import EXPERIMENT_COLUMNS
-from normlab.store import EXPERIMENTS, STATS
+from normlab.schemes import SCHEMES, tagged
+from normlab.store import EXPERIMENTS
 from normlab.study import league
+from normlab.study.league import by_rate, contenders
 from normlab.training.config import TrainConfig
 
-PRE, LNS, MINE = "pre_rmsnorm", "lns", "my_norm_3e4269"
-LOSS = {PRE: 3.5, LNS: 3.4, MINE: 3.8}
-SPEED = {PRE: 100.0, LNS: 80.0, MINE: 100.0}
+LOSSES = {  # scheme -> rate -> (test, validation), by seed 0
+    "pre_rmsnorm": {2e-3: (3.10, 3.00), 4e-3: (3.05, 2.95), 8e-3: (3.30, 3.20)},
+    "lns": {2e-3: (3.20, 3.12), 4e-3: (3.07, 2.93), 8e-3: (3.04, 2.94)},
+    "dyt": {2e-3: (6.50, 6.50), 4e-3: (6.60, 6.60), 8e-3: (6.40, 6.40)},
+}
+SHIFTS = {"pre_rmsnorm": [0.0, 0.01, 0.02, 0.03], "lns": [0.0, 0.02, 0.01, 0.05]}  # of seeds, at the best rates
 
 
-def with_loss(table: pd.DataFrame, loss: float) -> pd.DataFrame:
-    is_last = table["metric"].eq("loss") & table["step"].eq(table["step"].max())
-    return table.assign(value=table["value"].mask(is_last, loss))
-
-
-def final(scheme: str, seed: int) -> pd.DataFrame:
-    """A final run of 20 steps: Seed 2 has a uniform attention in block 3; MINE has them in blocks 3 and 4."""
-    table = with_loss(one_run(scheme, seed=seed), LOSS[scheme] + 0.001 * seed)
-    about = table.iloc[0].to_dict() | {"step": 20, "tokens": 2000, "mask": "all", "site": "model", "layer": pd.NA}
-    rows = [about | {"split": "train", "metric": "tokens_per_s", "value": SPEED[scheme]}]
-    rows += [about | {"split": "probe", "metric": "seen_loss", "value": LOSS[scheme] - 0.2}]
-    for layer in range(1, 5):  # block 1 does not count
-        is_uniform = layer == 1 or (seed == 2 and layer == 3) or (scheme == MINE and layer > 2)
-        rows.append(about | {"split": "probe", "metric": "uniform_attention", "layer": layer, "value": is_uniform})
-    return pd.concat([table, pd.DataFrame(rows).astype({"layer": "Int64", "value": float})], ignore_index=True)
-
-
-def searched(scheme: str, losses: dict[float, float]) -> pd.DataFrame:
-    """Runs of the search: 10 steps, half of a final run's."""
-    status = {True: "finished", False: "diverged"}
-    runs = [
-        with_loss(one_run(scheme, seed=1000, lr=lr, steps=(0, 10), status=status[math.isfinite(loss)]), loss)
-        for lr, loss in losses.items()
-    ]
-    return pd.concat(runs, ignore_index=True)
+def run(scheme, lr, seed, test, validation):
+    table = one_run(scheme, 8, seed, lr)
+    end = (table["site"] == "model") & (table["split"] == "eval") & (table["metric"] == "loss")
+    table.loc[end & (table["step"] == 20), "value"] = test
+    last = table[end & (table["step"] == 20)]
+    others = [last.assign(metric="validation_loss", value=validation), last.assign(metric="trigram_loss", value=3.7)]
+    return pd.concat([table, *others, last.assign(metric="bigram_loss", value=4.4)], ignore_index=True)
 
 
 @pytest.fixture(scope="module")
-def table() -> pd.DataFrame:
-    finals = pd.concat([final(scheme, seed) for scheme in LOSS for seed in range(3)], ignore_index=True)
-    tried = {
-        PRE: {0.002: 3.9, 0.004: 3.89, 0.008: 4.2},
-        LNS: {0.002: 3.8, 0.008: 3.7},
-        MINE: {0.004: 4.1},
-        "dyt": {0.002: 4.4},
-    }
-    search = pd.concat([searched(scheme, losses) for scheme, losses in tried.items()], ignore_index=True)
-    costs = [(run, scheme, 4, layer, 0.1 * layer) for run, scheme, layer in _blocks(finals)]
-    experiments = pd.DataFrame(costs, columns=["run", "scheme", "depth", "layer", "value"])
-    seeds = experiments["run"].map(finals.drop_duplicates("run").set_index("run")["seed"])
-    experiments = experiments.assign(seed=seeds, metric="skip_delta_loss", part="block")
-    return league.standings(league.League(finals, search, experiments), load_published()).set_index("scheme")
+def runs():
+    tables = []
+    for scheme, rates in LOSSES.items():
+        for lr, (test, validation) in rates.items():
+            is_best = lr == 4e-3 and scheme in SHIFTS
+            for seed, shift in enumerate(SHIFTS[scheme] if is_best else [0.0]):
+                tables.append(run(scheme, lr, seed, test + shift, validation + shift))
+    return pd.concat(tables, ignore_index=True)
 
 
-def _blocks(finals: pd.DataFrame) -> list[tuple[str, str, int]]:
-    names = finals[["run", "scheme"]].drop_duplicates().itertuples(index=False)
-    return [(run, scheme, layer) for run, scheme in names for layer in range(1, 5)]
+@pytest.fixture(scope="module")
+def table(runs):
+    steps = pd.DataFrame({"scheme": ["lns"], "step": [1.25], "step_low": [1.2], "step_high": [1.3]})
+    return league.standings(runs, load_published(), steps).set_index("scheme", drop=False)
 
 
-def test_every_scheme_has_a_row_and_what_was_not_run_says_so(table):
-    assert set(table.index) == {*SCHEMES, MINE} and list(table.index[:4]) == [LNS, PRE, MINE, "dyt"]
-    says = dict(zip(table.index, table["says"], strict=True))
-    assert (says[LNS], says[PRE], says["dyt"]) == ("may be the best", "not the best", "search unfinished")
-    assert says["mhc"] == "not run" and (table["says"] == "not run").sum() == len(SCHEMES) - 3
-    assert table.loc[MINE, "title"] == MINE and math.isnan(table.loc[MINE, "parameters"])
+def test_rates_are_chosen_on_the_validation_half_and_reported_on_the_test_half(runs):
+    about = summarize(choose(runs, depth=8).table)
+    assert about.groupby("scheme")["lr"].first().to_dict() == {"dyt": 8e-3, "lns": 4e-3, "pre_rmsnorm": 4e-3}
+    one_seed = runs[runs["seed"] == 0]
+    assert summarize(choose(one_seed, depth=8).table).groupby("scheme")["lr"].first()["lns"] == 4e-3  # not 8e-3
+    table = contenders(one_seed).set_index("scheme")
+    assert table.loc["lns", ["best", "loss"]].tolist() == [4e-3, 3.07] and not table.loc["lns", "at_edge"]
+    assert table.loc["dyt", "at_edge"] and not table.loc["dyt", "learned"]
 
 
-def test_a_search_without_final_runs_puts_nobody_below_anybody():
-    losses = {
-        PRE: {0.001: 4.0, 0.002: 3.9, 0.008: 4.2},
-        LNS: {0.001: 3.9, 0.002: 3.8, 0.008: math.inf},
-        "dyt": {0.002: math.inf, 0.008: math.inf},
-    }
-    runs = [searched(scheme, rates) for scheme, rates in losses.items()]
-    search = pd.concat(runs, ignore_index=True)
-    found = league.standings(league.League(search.iloc[:0], search, None), load_published()).set_index("scheme")
-    assert found.loc[[LNS, PRE, "dyt", "mhc"], "says"].tolist() == [*["only searched"] * 2, "diverged", "not run"]
-    assert found.loc[LNS, ["loss_at_0.002", "loss_at_0.008"]].tolist() == [3.8, math.inf]
-    expected = activation(LNS, 4, 10) / activation(LNS, 1, 10)
-    assert found.loc[LNS, "growth_at_0.002"] == pytest.approx(expected)
-    assert math.isnan(found.loc[LNS, "growth_at_0.008"])
-    assert found.loc["dyt", "search_loss"] == math.inf and math.isnan(found.loc["dyt", "rate"])
-    text = league.printed(found.reset_index())
-    assert "diverged" in text and "inf" not in text
+def test_a_pair_of_four_seeds_is_tested_by_its_own_t_and_others_are_not(runs):
+    table = contenders(runs).set_index("scheme")
+    gaps = np.array(SHIFTS["lns"]) - np.array(SHIFTS["pre_rmsnorm"]) + 3.07 - 3.05
+    interval = stats.t.interval(0.95, 3, gaps.mean(), stats.sem(gaps))
+    assert table.loc["lns", ["minus", "low", "high"]].tolist() == pytest.approx([gaps.mean(), *interval])
+    assert table.loc["lns", "p_holm"] == pytest.approx(stats.ttest_1samp(gaps, 0).pvalue)  # a family of one
+    assert table.loc[["pre_rmsnorm", "dyt"], ["minus", "low", "p_holm"]].isna().all(axis=None)
+    assert contenders(runs[runs["seed"] == 0])["minus"].isna().all()
 
 
-def test_losses_and_their_intervals(table):
-    row = table.loc[LNS]
-    assert (row["loss"], row["seen_loss"]) == pytest.approx((3.401, 3.2))
-    half = 4.302653 * 0.001 / math.sqrt(3)
-    assert (row["loss_low"], row["loss_high"]) == pytest.approx((3.401 - half, 3.401 + half), abs=1e-6)
-    assert (row["minus"], row["verdict"]) == (pytest.approx(-0.1), "different") and math.isnan(table.loc[PRE, "minus"])
+def test_a_pair_with_a_diverged_seed_is_not_tested_and_its_loss_is_infinite(runs):
+    lost = (runs["scheme"] == "lns") & (runs["lr"] == 4e-3) & (runs["seed"] == 3)
+    runs = runs.assign(status=runs["status"].mask(lost, "diverged"))
+    table = contenders(runs).set_index("scheme")
+    assert table.loc["lns", "loss"] == np.inf and table.loc["lns", ["minus", "p_holm"]].isna().all()
+    with pytest.raises(NormlabError, match="no run of 12 blocks in the table"):
+        contenders(runs, 12)
 
 
-def test_the_valley_of_rates(table):
-    assert table.loc[PRE, ["rate", "valley", "inside", "valley_open"]].tolist() == [0.004, 2.0, True, True]
-    assert table.loc[LNS, ["rate", "valley", "inside", "valley_open"]].tolist() == [0.008, 1.0, False, True]
-    assert table.loc[[PRE, LNS], "valley_most"].isna().all()
-    losses = {LNS: {0.002: 4.0, 0.004: 3.9, 0.008: 4.0}, "dyt": {0.002: 6.5, 0.004: 6.5, 0.008: 6.5}}
-    search = pd.concat([searched(scheme, rates) for scheme, rates in losses.items()], ignore_index=True)
-    is_last = search["metric"].eq("loss") & search["step"].eq(10) & search["split"].eq("eval")
-    search = pd.concat([search, search[is_last].assign(metric="bigram_loss", value=4.5)], ignore_index=True)
-    found = league.standings(league.League(search.iloc[:0], search, None), load_published()).set_index("scheme")
-    assert found.loc[LNS, ["valley", "valley_most", "valley_open"]].tolist() == [1.0, 4.0, False]
-    assert math.isnan(found.loc["dyt", "valley"]), "it has not learned at any rate"
-    assert "x 1 to 4" in league.printed(found.reset_index())
+def test_validation_losses_of_some_runs_alone_choose_no_rate(runs):
+    some = (runs["metric"] != "validation_loss") | (runs["lr"] == 8e-3) | (runs["scheme"] != "lns")
+    about = summarize(runs[some])
+    own = about[about["scheme"] == "lns"]
+    assert own["validation_loss"].tolist() == own["eval_loss"].tolist()
 
 
-def test_what_depth_does(table):
-    expected = activation(LNS, 4, 20) / activation(LNS, 1, 20)
-    assert table.loc[LNS, ["growth", "uniform", "attentions", "deep_cost"]].tolist() == pytest.approx(
-        [expected, 1, 9, 0.3]
-    )
-    assert table.loc[LNS, ["growth_low", "deep_cost_high"]].tolist() == pytest.approx([expected, 0.3])
-    assert table.loc[MINE, "uniform"] == 6
+def test_runs_that_differ_in_something_else_are_not_drawn_as_one(runs):
+    twins = runs[runs["lr"] == 2e-3].assign(run=lambda t: t["run"].astype(str) + "-twin")
+    assert "keep those of one setting" in str(loss_by_rate(pd.concat([runs, twins])).layout.annotations)
+    wider = runs.assign(width=32, run=runs["run"].astype(str) + "-wide", value=runs["value"] + 1)
+    lines = {trace.name: trace.y for trace in loss_by_rate(pd.concat([runs, wider[wider["seed"] > 0]])).data}
+    assert lines["LNS"][0] == 3.20
 
 
-def test_the_gain_at_equal_compute_takes_off_what_pre_ln_gains_in_that_time(table):
-    assert table.loc[LNS, "step_cost"] == pytest.approx(1.25)
-    fall = (3.89 - 3.501) / math.log(2)
-    assert table.loc[LNS, "equal_compute"] == pytest.approx(0.1 - fall * math.log(1.25))
-    assert table.loc[MINE, "equal_compute"] == pytest.approx(-0.3)
-    width = table.loc[LNS, "minus_high"] - table.loc[LNS, "minus_low"]
-    assert table.loc[LNS, "equal_high"] - table.loc[LNS, "equal_low"] == pytest.approx(width)
+def test_every_rate_has_a_row_with_means_over_seeds(runs):
+    rates = by_rate(runs, 8).set_index(["scheme", "lr"])
+    assert rates["seeds"].to_dict()["lns", 4e-3] == 4 and len(rates) == 9
+    assert rates.loc[("lns", 4e-3), "loss"] == pytest.approx(3.07 + np.mean(SHIFTS["lns"]))
+    assert rates["learned"].to_dict()["pre_rmsnorm", 8e-3] and not rates["learned"].to_dict()["dyt", 2e-3]
+    wide = contenders(runs).set_index("scheme")
+    assert wide.loc["pre_rmsnorm", ["loss_at_0.002", "loss_at_0.008"]].tolist() == [3.10, 3.30]
 
 
-@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float32", "bfloat16", "float32")])
-def test_times_of_two_precisions_or_of_one_seed_are_not_compared(dtypes):
-    pre = [final(PRE, seed).assign(dtype="float32") for seed in range(len(dtypes) - 1)]
-    lns = [final(LNS, seed).assign(dtype=dtype) for seed, dtype in enumerate(dtypes[1:])]
-    finals = pd.concat([*pre, *lns], ignore_index=True)
-    search = pd.concat([searched(scheme, {0.002: 3.9}) for scheme in (PRE, LNS)], ignore_index=True)
-    row = league.standings(league.League(finals, search, None), load_published()).set_index("scheme").loc[LNS]
-    assert row["minus"] == pytest.approx(-0.1) and math.isnan(row["step_cost"]) and math.isnan(row["equal_compute"])
+def test_the_figure_has_a_line_per_scheme_and_triangles_for_what_has_not_learned(runs):
+    figure = loss_by_rate(runs)
+    lines = {trace.name: trace for trace in figure.data if trace.mode == "lines"}
+    assert list(lines["LNS"].x) == [2e-3, 4e-3, 8e-3] and lines["LNS"].y[0] == 3.20
+    assert list(lines["DyT"].y) == [None] * 3
+    triangles = [trace for trace in figure.data if trace.marker.symbol == "triangle-up"]
+    assert sorted(trace.x[0] for trace in triangles) == [2e-3, 4e-3, 8e-3]
+    assert all("6." in trace.hovertemplate for trace in triangles)
+    assert "trigram 3.70" in figure.layout.title.subtitle.text
+    empty = loss_by_rate(runs[runs["lr"] == 4e-3])
+    assert "was trained at several learning rates" in str(empty.layout.annotations)
 
 
-def test_claims_have_their_source(table):
-    claim = table.loc[LNS, "claim"]
-    assert "−0.029 from RMSNorm (BHyT Table 1, Llama-1B)" in claim
-    assert f"−{math.log(17.02 / 15.71):.3f} from Pre-LN (Curse of Depth Table 1, Llama-1B)" in claim
-    assert "polynomial" in claim and table.loc["rmsnorm_gain", "claim"] == ""
-    assert table.loc["nanochat", "claim"].endswith("0.0039 at 20 (nanochat)")
-    assert table.loc["seednorm", "claim"].endswith("(SeeDNorm, 2510.22777)")
-    assert table.loc["derf", "claim"] == "+0.000 from LN (Derf reported losses, GPT-2)"
-    assert table.loc["post_rmsnorm", "predicted"] == "MLS-Bench: higher than Pre-LN"
+def test_runs_that_all_diverged_have_a_figure_that_says_so():
+    runs = pd.concat([one_run("lns", 8, 0, lr, status="diverged") for lr in (1e-3, 2e-3)], ignore_index=True)
+    runs = runs[runs["metric"] != "unigram_entropy"]
+    assert "No run of 8 blocks ended with a finite loss." in str(loss_by_rate(runs).layout.annotations)
 
 
-def test_the_printed_tables_are_of_final_runs_then_of_searches_and_name_what_was_not_run(table):
-    finals, searches, last = (part.splitlines() for part in league.printed(table.reset_index()).split("\n\n"))
-    assert len(finals) == 4 and "1 of 9" in finals[1] and "3.40 [3.40, 3.40]" in finals[1] and ">= x 1" in finals[1]
-    assert len(searches) == 2 and "search unfinished" in searches[1]
-    assert len(last) == 1 and last[0].startswith("not run: ") and "mHC" in last[0]
+def test_sizes_are_of_one_rate_and_steps_are_those_that_were_timed(runs, table):
+    grown = activation("lns", 8, 20) / activation("lns", 1, 20)
+    assert table.loc["lns", ["at", "growth", "step"]].tolist() == pytest.approx([4e-3, grown, 1.25])
+    assert table.loc["pre_rmsnorm", "step"] == 1 and np.isnan(table.loc["dyt", "step"])
+    assert table["deep_cost"].isna().all(), "no experiments"
+    others = contenders(runs[runs["lr"] != 4e-3])
+    assert others["at"].unique().tolist() == [2e-3], "no run at 0.004"
 
 
-def test_runs_of_two_texts_make_no_league(tmp_path):
-    text = {"unigram_entropy": 6.5}
-    for scheme, trigram in ((PRE, 4.0), (LNS, 4.1)):
-        write_run(TrainConfig(scheme=scheme, depth=2, dtype="float32"), tmp_path, corpus=text, trigram_loss=trigram)
-    with pytest.raises(NormlabError, match="runs of the league differ in trigram_loss"):
+def test_what_papers_and_marin_say_has_its_source(table):
+    assert "−0.029 from RMSNorm (BHyT Table 1, Llama-1B)" in table.loc["lns", "claim"]
+    assert f"−{np.log(17.02 / 15.71):.3f} from Pre-LN (Curse of Depth Table 1, Llama-1B)" in table.loc["lns", "claim"]
+    words, changes = league._of_marin(load_published())
+    assert words["block_attn_residuals"] == "−0.009 (512 wide), −0.022 (768 wide), issue 9290"
+    assert words["gatednorm"] == "kept in the baseline: removing it hurts, issue 4026" and "gatednorm" not in changes
+    assert "marin" not in league.claims(load_published()).get("gatednorm", "")
+
+
+def test_the_rank_agreement_is_of_schemes_that_both_have_and_that_have_learned(table):
+    assert "none yet, as both have 1 of these schemes (it takes 3)" in league.agreement(table)
+    losses = {"pre_rmsnorm": 3.1, "peri_ln": 3.0, "block_attn_residuals": 2.9, "mhc": 2.8, "residual_mix": 3.9}
+    changes = {"peri_ln": 0.0134, "block_attn_residuals": -0.0089, "mhc": -0.0074, "residual_mix": -0.0097}
+    made = pd.DataFrame({"scheme": [*losses], "loss": [*losses.values()], "learned": [*[True] * 4, False]})
+    made["marin_change"] = made["scheme"].map(changes)
+    theirs = {**changes, "pre_rmsnorm": 0.0}
+    pairs = itertools.combinations(list(losses)[:4], 2)
+    signs = [np.sign((losses[a] - losses[b]) * (theirs[a] - theirs[b])) for a, b in pairs]
+    assert f"over the 4 schemes that both have: Kendall's tau {np.mean(signs):.2f}." in league.agreement(made)
+
+
+def test_what_the_rate_moves_is_over_the_rates_that_pre_ln_has_too(runs, table):
+    (row,) = league.moved(table).to_dict("records")
+    lns = 3.07 + np.mean(SHIFTS["lns"])
+    assert row["scheme"] == "lns" and row["by_rate"] == pytest.approx(3.20 - 3.04)
+    assert row["from_baseline"] == pytest.approx(lns - 3.05 - np.mean(SHIFTS["pre_rmsnorm"]))
+    assert league.found(table).startswith("The learning rate moves the loss of 1 of 1 schemes further than")
+    wider = table.assign(**{"loss_at_0.016": [np.nan if name == "pre_rmsnorm" else np.inf for name in table.index]})
+    assert league.found(wider) == league.found(table), "Pre-LN has no such rate"
+    assert league.found(table.loc[["lns"]]).startswith("No scheme that has learned")
+    alone = league.standings(runs[runs["lr"] == 4e-3], load_published(), league.step_times())
+    assert league.found(alone).startswith("No scheme that has learned")
+
+
+def test_our_losses_stand_next_to_the_papers(table):
+    found = league.against_papers(table, load_published()).set_index("scheme")["ours, from the same scheme"]
+    assert found["DyT"] == "not learned", "one row: the other table's LN was not run"
+    row = table.loc["lns"]
+    assert set(found["LNS"]) == {f"+{row['minus']:.2f} [{row['low']:.2f}, {row['high']:.2f}]".replace("-", "−")}
+
+
+def test_what_must_be_said_of_a_table_is_said(runs, table):
+    said = " ".join(league.remarks(table))
+    assert said.startswith("8 blocks; losses are held-out, in nats per token, of 1 to 4 seeds; growth and deep cost at")
+    assert "No interval, and so no rank: DyT." in said and "at the edge of those tried: DyT (0.008)." in said
+    assert "Not learned, above a trigram model at the best rate: DyT." in said and "alone" not in said
+    alone = league.standings(runs[runs["lr"] == 4e-3], load_published(), league.step_times().iloc[:0])
+    assert "Tried at one rate alone: Pre-LN; LNS; DyT." in league.remarks(alone)
+    odd = " ".join(league.remarks(table.assign(dtype=["bfloat16", "bfloat16", "float32"])))
+    assert f"up to 0.04: {table['title'].iloc[-1]} (float32)." in odd and "another precision" not in said
+
+
+def test_the_printed_table_marks_best_rates_and_fits_a_terminal(table):
+    lines = league.printed(table).splitlines()
+    first, row = lines[0].split(), next(line for line in lines if line.split()[0] == "LNS").split()
+    assert first[:4] == ["scheme", ".002", ".004", ".008"] and row[1:4] == ["3.20", "3.09*", "3.04"]
+    dyt = next(line for line in lines if line.split()[0] == "DyT").split()
+    assert dyt[1:] == ["(6.50)", "(6.60)", "(6.40)+", f"{activation('dyt', 8, 20) / activation('dyt', 1, 20):.2f}"]
+    names = tagged("contender")
+    full = pd.concat([table.loc[["lns"]]] * len(names), ignore_index=True)
+    full = full.assign(scheme=names, title=[SCHEMES[name].title for name in names], deep_cost=0.123, minus=-0.05)
+    full = full.assign(low=-0.08, high=-0.02, at_edge=True)
+    full.insert(13, "loss_at_0.001", 3.5), full.insert(16, "loss_at_0.016", 3.5)
+    assert max(map(len, league.printed(full).splitlines())) <= 100
+
+
+def config(**fields):
+    return TrainConfig(**{"scheme": "lns", "depth": 2, "dtype": "float32", **fields})
+
+
+TEXT = {"corpus": {"unigram_entropy": 6.5}}
+
+
+def test_changed_models_are_no_rows_and_a_twin_in_another_precision_is_no_seed(tmp_path):
+    changed = {"scheme": "bhyt", "model": {"gamma0": 2.0}}
+    for more in ({}, {"seed": 1}, {"dtype": "bfloat16"}, {"scheme": "bhyt"}, changed):
+        write_run(config(**more), tmp_path / "here", **TEXT)
+    write_run(config(), tmp_path / "there", **TEXT)
+    with warnings.catch_warnings(record=True):
+        found = summarize(league.load([tmp_path / "here", tmp_path / "there"]))
+    assert sorted(zip(found["scheme"], found["seed"], strict=True)) == [("bhyt", 0), ("lns", 0), ("lns", 1)]
+    assert set(found["dtype"]) == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"trigram_loss": 4.1}, "runs of 2 blocks differ in trigram_loss, .* normlab.packages. is installed"),
+        ({"width": 64}, "runs of 2 blocks differ in width, so their losses do not compare$"),
+        ({"warmup": 0.3}, "runs of lns at depth 2, rate .* and seed 0 differ in something else"),
+    ],
+)
+def test_runs_of_two_recipes_make_no_table(tmp_path, other, message):
+    about = {"trigram_loss": 4.0} | {name: other[name] for name in other if name == "trigram_loss"}
+    write_run(config(), tmp_path, trigram_loss=4.0, **TEXT)
+    more = {name: value for name, value in other.items() if name != "trigram_loss"}
+    write_run(config(**(more or {"scheme": "dyt"})), tmp_path, **about, **TEXT)
+    with pytest.raises(NormlabError, match=message):
         league.load([tmp_path])
+    with pytest.raises(NormlabError, match="none is no folder of runs"):
+        league.load([tmp_path / "none"])
 
 
-def test_a_run_that_diverged_and_so_ended_early_is_of_the_league(tmp_path):
-    text = {"unigram_entropy": 6.5}
-    for scheme, loss in ((PRE, 3.9), ("none", None)):
-        run = write_run(TrainConfig(scheme=scheme, depth=2, dtype="float32"), tmp_path, loss, corpus=text)
-    stats = pd.read_parquet(run / STATS)
-    stats[stats["step"] < stats["step"].max()].to_parquet(run / STATS, index=False)
-    found = league.load([tmp_path]).finals.groupby("scheme", observed=True)["step"].max()
-    assert found["none"] < found[PRE]
-
-
-def test_final_runs_at_a_second_rate_are_no_further_seeds(tmp_path):
-    text = {"corpus": {"unigram_entropy": 6.5}}
-    for rate, loss in ((0.002, 3.9), (0.008, 4.4)):
-        for folder, loss_of in ((tmp_path, loss), (tmp_path / "search", loss + 0.5)):
-            config = TrainConfig(scheme=PRE, depth=2, dtype="float32", lr=rate)
-            run = write_run(config, folder, loss_of, **text)
-            costs = pd.DataFrame([("skip_delta_loss", "block", 1, None, rate, 0.0)], columns=EXPERIMENT_COLUMNS)
-            costs.to_parquet(run / EXPERIMENTS, index=False)
-    with pytest.warns(UserWarning, match="left out: 1 final runs of pre_rmsnorm at another rate than 0.002"):
-        found = league.load([tmp_path])
-    assert found.finals["lr"].unique().tolist() == [0.002] and found.search["lr"].nunique() == 2
-    assert found.experiments["value"].tolist() == [0.002]
-
-
-@pytest.mark.parametrize("options", [[], ["--add", "lns", "--tiny"]])
-def test_a_missing_folder_is_one_line_before_anything_is_trained(options, refused, tmp_path):
-    assert "none is no folder of runs" in refused("league", tmp_path / "none", "--out", tmp_path / "out", *options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_runs_without_experiments_have_no_skip_costs(tmp_path):
-    write_run(TrainConfig(scheme=PRE, depth=2, dtype="float32"), tmp_path, corpus={"unigram_entropy": 6.5})
-    found = league.standings(league.load([tmp_path]), load_published())
-    assert "deep_cost" not in found and found.loc[0, "scheme"] == PRE
-    assert "not run: " in league.printed(found)
-
-
-def test_a_run_in_two_folders_counts_once_and_steps_are_those_that_were_timed(tmp_path):
-    for folder in ("here", "there"):
-        for scheme in (PRE, LNS):
-            config = TrainConfig(scheme=scheme, depth=2, dtype="float32")
-            write_run(config, tmp_path / folder, corpus={"unigram_entropy": 6.5})
-    (tmp_path / "here" / league.STEPS).write_text("scheme,step,step_low,step_high\nlns,1.5,1.4,1.6\n", encoding="utf-8")
-    with pytest.warns(UserWarning, match="is the same run"):
-        both = league.load([tmp_path / "here", tmp_path / "there"])
-    assert len(both.finals) == len(league.load([tmp_path / "here"]).finals) and both.finals["run"].nunique() == 2
-    found = league.standings(both, load_published()).set_index("scheme")
-    assert found.loc[LNS, ["step_cost", "step_low", "step_high"]].tolist() == [1.5, 1.4, 1.6]
-    assert math.isnan(found.loc["dyt", "step_cost"])
-
-
-def test_a_final_run_in_a_second_precision_is_no_further_seed(tmp_path):
-    for seed, dtype in ((0, "float32"), (0, "bfloat16"), (1, "float32")):
-        config = TrainConfig(scheme=PRE, depth=2, dtype=dtype, seed=seed)
-        write_run(config, tmp_path, corpus={"unigram_entropy": 6.5})
-    with pytest.warns(UserWarning, match="left out: 1 final runs that others repeat in another precision"):
-        finals = league.load([tmp_path]).finals
-    assert finals.groupby("seed")["run"].nunique().tolist() == [1, 1] and set(finals["dtype"]) == {"float32"}
+def test_the_cost_of_deep_blocks_is_their_mean_without_the_last(tmp_path):
+    run = write_run(config(depth=8), tmp_path, **TEXT)
+    rows = [("skip_delta_loss", "block", layer, None, 0.1 * layer, 0.0) for layer in range(1, 9)]
+    pd.DataFrame(rows, columns=EXPERIMENT_COLUMNS).to_parquet(run / EXPERIMENTS, index=False)
+    assert contenders(league.load([tmp_path]), at=config().lr)["deep_cost"].tolist() == [pytest.approx(0.6)]

@@ -58,7 +58,7 @@ def test_a_failing_run_is_reported_and_stops_no_other(configs, tmp_path, monkeyp
     assert result.failures == {configs[0].run_id: "RuntimeError: it broke"}
 
 
-def test_a_scheme_whose_search_failed_is_left_out_of_the_grid(text, tmp_path, monkeypatch):
+def test_a_scheme_whose_trials_failed_is_left_out_of_the_grid(text, tmp_path, monkeypatch):
     fake = InProcess(failing=lambda config: config.scheme == "lns")
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
     with pytest.warns(UserWarning, match="lns at depth 2: no rate was chosen"):

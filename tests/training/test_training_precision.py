@@ -194,7 +194,7 @@ def test_presets_are_in_float32_where_bfloat16_is_emulated_and_in_bfloat16_where
     expected = "bfloat16" if distributed.computes_bfloat16(cpu) else "float32"
     assert distributed.settled(TrainConfig(), cpu).dtype == expected
     of_one = {name for name, preset in PRESETS.items() if preset.fields.get("dtype", "auto") == "bfloat16"}
-    assert of_one == {"pilot", "grid", "gpu"}, "the others take what is fastest"
+    assert of_one == {"initial_weights", "grid", "league", "gpu"}, "the others take what is fastest"
 
 
 def test_bfloat16_asked_for_where_it_is_emulated_is_warned_of(text, monkeypatch):

@@ -48,7 +48,7 @@ def test_it_opens_on_the_deepest_model_after_training_and_follows_its_traits(exp
 
 def test_the_rate_is_a_coordinate_and_schemes_without_it_are_named():
     explorer = NormExplorer(two_rates())
-    assert explorer.rate is None and "depth 4 · learning rate 0.001" in explorer.figure.layout.title.text
+    assert explorer.rate == 1e-3 and "depth 4 · learning rate 0.001" in explorer.figure.layout.title.text
     assert explorer.choices["rates"] == {2: [["best", None]], 4: [["best", None], ["0.001", 1e-3], ["0.003", 3e-3]]}
     explorer.rate = 3e-3
     assert drawn(explorer.figure, "bhyt") == pytest.approx([2 * value for value in profile("bhyt", 4, 20)])
@@ -64,10 +64,24 @@ def test_the_rate_is_a_coordinate_and_schemes_without_it_are_named():
         normlab.figures.profile(two_rates(), depth=2, rate=3e-3)
 
 
+def test_best_is_each_schemes_best_rate_and_names_it():
+    runs = two_rates()
+    at_bhyts = runs["scheme"].eq("bhyt") & runs["lr"].eq(3e-3) & runs["metric"].eq("loss")
+    runs["value"] = runs["value"].where(~at_bhyts, runs["value"] - 1)
+    explorer = NormExplorer(runs)
+    explorer.rate = None
+    named = "each scheme's learning rate: 0.001 (Pre-LN, LNS, BHyT without tanh, Pre-LN, gain λ/κ), 0.003 (BHyT)"
+    for figure in (explorer.figure, normlab.figures.profile(runs, rate="best")):
+        assert named in figure.layout.title.text
+        assert drawn(figure, "bhyt") == pytest.approx([2 * value for value in profile("bhyt", 4, 20)])
+        assert drawn(figure, "lns") == pytest.approx(profile("lns", 4, 20))
+    assert "learning rate 0.001" in normlab.figures.profile(runs).layout.title.text
+
+
 def test_each_schemes_own_rates_are_in_the_title_and_runs_that_cannot_be_shown_say_why():
     runs = pd.concat([one_run("bhyt", lr=1e-2), one_run("lns", lr=1e-3), one_run("lns", lr=1e-2)], ignore_index=True)
     own = NormExplorer(runs[runs["run"] != "lns-4-0-0.01"])
-    assert "each scheme's own learning rate, 0.001 to 0.01" in own.figure.layout.title.text
+    assert "each scheme's learning rate: 0.001 (LNS), 0.01 (BHyT)" in own.figure.layout.title.text
     twice = pd.concat([runs, one_run("bhyt", lr=1e-3), one_run("lns", lr=1e-3).assign(run="other")], ignore_index=True)
     explorer = NormExplorer(twice)
     explorer.rate = 1e-3

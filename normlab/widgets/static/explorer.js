@@ -4,7 +4,7 @@
      data   choices, schemes and colours: normlab/widgets/explorer.py, `page_data`
      host   { Plotly (or a promise of it), read() -> state, write(state), view(key, theory) -> drawings or a promise of them }
    A state is { metric, site, mask, way, depth, step, rate, schemes, band, log, theory, published }. A view's drawings hold every
-   step: moving the step puts one step's numbers in place of another's. A rate of null is the one chosen for each scheme. */
+   step: moving the step puts one step's numbers in place of another's. A rate of null is each scheme's best. */
 const SWITCHES = { band: "seeds / interval", log: "log axis", theory: "theory", published: "published values" };
 const CHOICES = { metric: "metric", site: "at", mask: "tokens", way: "shown as" };
 const SLIDERS = ["depth", "step", "rate"];
@@ -248,7 +248,7 @@ function explorerPane(data, host, state, told, beside) {
     const options = { site: state.site, mask: state.mask, depth: state.depth, step: state.step, schemes: state.schemes, ...way, band: state.band, log: state.log, theme: host.dark() ? "dark" : "light" };
     if (state.schemes.length === data.schemes.length) delete options.schemes;
     const given = Object.entries(options).map(([option, value]) => `${option}=${python(value)}`);
-    if (state.rate !== null) given.push(`rate=${state.rate}`);
+    if (data.rates[state.depth].length > 1) given.push(`rate=${state.rate ?? '"best"'}`);
     if (state.theory) given.push(`theory=normlab.read_configs(${python(data.source)})`);
     if (state.published) given.push("published=normlab.load_published()");
     find("pre").textContent = `import normlab\nruns = normlab.load_runs(${python(data.source)})\nnormlab.figures.profile(runs, ${python(state.metric)}, ${given.join(", ")})`;
@@ -283,7 +283,7 @@ function explorer(root, data, host) {
     root.textContent = data.missing;
     return { set() {}, state: () => ({}), paint() {}, close() {} };
   }
-  const start = { metric: null, site: null, mask: "all", way: "absolute", depth: data.start, step: null, rate: null, schemes: data.shown, band: true, log: data.log, theory: false, published: false };
+  const start = { metric: null, site: null, mask: "all", way: "absolute", depth: data.start, step: null, rate: data.rate, schemes: data.shown, band: true, log: data.log, theory: false, published: false };
   const panes = [], place = Object.assign(document.createElement("div"), { className: "panes" });
   const compare = Object.assign(document.createElement("button"), { type: "button", name: "compare", textContent: "compare" });
   const add = state => {

@@ -1,6 +1,6 @@
-"""The kernels' times on a GPU: the numbers of docs/extend/kernel.md.
+"""Tables and counts of docs/compare.md, docs/beside.md and docs/extend/kernel.md, made from data/bench.
 
-texts   every text by the name that marks it in the page
+texts   every text by the name that marks it in a page
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import cache
 
 import pandas as pd
-from findings import ROOT, plain
 from normlab_kernels.experimental.linear_choices import FUSION_WINS
-from tables import table
+from tables import ROOT, table
 
+BENCH = ROOT / "data" / "bench"
 DEVICE = "nvidia_h200"
 PEERS = {
     "normlab": "ours",
@@ -43,15 +43,23 @@ def texts() -> dict[str, str]:
         "staged_gain": f"{plain(gained.min(), 1)} to {plain(gained.max(), 1)}",
         **_decode(),
         **{f"fused_gain_{win.width}": _fused(win.width) for win in FUSION_WINS},
+        **instabilities(),
+        **{f"costs_{name.replace(' ', '_')}": _beside(rows) for name, rows in _bench("probes_cpu").groupby("pass")},
     }
+
+
+def plain(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f}".replace("-", "−")
+
+
+def _bench(name: str) -> pd.DataFrame:
+    return pd.read_csv(BENCH / f"{name}.csv")
 
 
 @cache
 def times(section: str) -> pd.DataFrame:
     """A table of kernels/benchmarks/run.py."""
-    return pd.read_csv(ROOT / "data" / "bench" / f"{section}_{DEVICE}.csv", dtype={"launch": "string"}).fillna(
-        {"launch": ""}
-    )
+    return pd.read_csv(BENCH / f"{section}_{DEVICE}.csv", dtype={"launch": "string"}).fillna({"launch": ""})
 
 
 def _own(function: str, direction: str, peer: str = "normlab") -> pd.DataFrame:
@@ -99,3 +107,56 @@ def _fused(width: int) -> str:
     fused = here[here["function"] == "linear_add_bhyt"].groupby("launch")["microseconds"]
     gains = min((apart / own for _, own in fused), key=lambda ratio: -ratio.mean())
     return f"{plain(gains.min())} to {plain(gains.max())}"
+
+
+def _beside(rows: pd.DataFrame) -> str:
+    """Time over a bare pass and extra memory of every case that each depth has."""
+    rows = rows[rows["cpu_ratio"].notna() & (rows["case"] != "bare")]
+    depths = sorted(rows["depth"].unique())
+    found = rows.set_index(["case", "depth"])
+
+    def cell(case: str, depth: int) -> str:
+        if (case, depth) not in found.index:
+            return ""
+        row = found.loc[(case, depth)]
+        return f"{row['cpu_ratio']:.2f}, {max(0, row['extra_peak_mib']):,.0f} MiB"
+
+    lines = [(case, *(cell(case, depth) for depth in depths)) for case in dict.fromkeys(rows["case"])]
+    return table(("", *(f"{depth} blocks" for depth in depths)), lines)
+
+
+def instabilities() -> dict[str, str]:
+    """Counts of the layers that `explain` names, of the half "test". The other half chose the rule, and which kinds of
+    fault are slow: those that its losses showed 20 steps after they began or later."""
+    runs = _bench("instabilities")
+    runs["lead"] = runs["loss_step"] - runs["named_step"]
+    runs["right"] = runs["layer"] == runs["block"]
+    runs["after"] = runs["loss_step"] - runs["begins"]
+    faults = runs[(runs["kind"] != "quiet") & (runs["half"] == "test")]
+    of_block, of_model = faults[faults["block"].notna()], faults[faults["block"].isna()]
+    soonest = runs[runs["half"] == "development"].groupby("kind")["after"].min()
+    slow, named = of_block[of_block["kind"].map(soonest) >= 20], of_block[of_block["named_step"].notna()]
+    rows = []
+    for kind, part in faults.groupby("kind", sort=False):
+        right = "-" if part["block"].isna().all() else f"{part['right'].sum()} of {part['named_step'].count()}"
+        after, lead = ([plain(x, 0) for x in part[name].dropna()] for name in ("after", "lead"))
+        rows.append((f"`{kind}`", ", ".join(after) or "not", ", ".join(lead) or "not", right))
+    quiet = runs[runs["kind"] == "quiet"].groupby("half")[["steps", "alarms"]].sum()
+    return {
+        "unstable_runs": f"{len(faults)}",
+        "unstable_seeds": f"{faults['seed'].min()} to {faults['seed'].max()}",
+        "unstable_kinds": f"{slow['kind'].nunique()}",
+        "unstable_share": f"{100 * (slow['right'] & (slow['lead'] >= 20)).mean():.0f}%",
+        "unstable_slow": f"{len(slow)}",
+        "unstable_in_time": f"{(slow['right'] & (slow['lead'] >= 20)).sum()}",
+        "unstable_of_block": f"{len(of_block)}",
+        "unstable_named": f"{len(named)}",
+        "unstable_right": f"{named['right'].sum()}",
+        "unstable_of_model": f"{len(of_model)}",
+        "unstable_early": f"{(of_model['lead'] >= 20).sum()}",
+        "quiet_steps": f"{quiet.loc['test', 'steps']:,}",
+        "quiet_alarms": plain(quiet.loc["test", "alarms"], 0),
+        "table_of_instabilities": table(
+            ("fault", "the loss shows it after", "named before that by", "right layer, of those named"), rows
+        ),
+    }

@@ -1,0 +1,55 @@
+"""The tables of extreme depths, against the formulas that the runs follow."""
+
+import pandas as pd
+import pytest
+from figures_helpers import UNIGRAM
+from figures_helpers import table as runs_table
+from training_helpers import make_run
+
+from normlab.analysis import outcomes
+from normlab.analysis.published import load_published
+from normlab.schemes import SCHEMES
+from normlab.study import depths as tables
+
+
+def test_which_schemes_train_at_each_depth():
+    statuses = {("bhyt", 4): "diverged", ("pre_rmsnorm", 4): "not_learned"}
+    runs = runs_table(statuses=statuses, seeds=(0,))
+    found = tables.by_depth(runs, load_published())
+    deep = found["4 blocks"]
+    assert deep[SCHEMES["bhyt"].title] == "diverges"
+    assert deep[SCHEMES["pre_rmsnorm"].title].endswith(", stalls")
+    assert deep[SCHEMES["bhyt_linear"].title] == "4.300, trains"
+    assert list(found.index) == [SCHEMES[name].title for name in SCHEMES if name in set(runs["scheme"])]
+
+
+def test_the_margin_is_below_the_unigram_entropy():
+    about = pd.DataFrame(
+        {"scheme": ["lns", "bhyt"], "status": "not_learned", "unigram_entropy": UNIGRAM}
+        | {"eval_loss": [UNIGRAM - outcomes.MARGIN - 1e-6, UNIGRAM - outcomes.MARGIN + 1e-6]}
+    )
+    assert outcomes.outcomes(about)["outcome"].to_dict() == {"lns": outcomes.TRAINS, "bhyt": outcomes.STALLS}
+
+
+def test_the_deepest_of_several_models_of_a_paper_counts():
+    rows = {"paper": "P", "arxiv": "0000.00000", "scheme": "lns", "metric": tables.DEEPEST, "value": [12.0, 1000.0]}
+    published = pd.DataFrame(rows | {"note": ["shallow", "deep"]})
+    whole = tables.by_depth(runs_table(seeds=(0,)), published)
+    found = whole.loc[SCHEMES["lns"].title]
+    assert found["its paper's deepest"] == "1,000" and found["what the paper says"] == "deep"
+    assert whole["paper"].tolist().count("") == len(set(runs_table()["scheme"])) - 1
+
+
+def test_claims_on_depth_name_their_place_and_what_was_trained():
+    claims = load_published().query("metric == @tables.DEEPEST")
+    assert claims["scheme"].is_unique and claims[["where", "model", "note"]].notna().all(axis=None)
+    assert (claims["value"] == claims["depth"]).all() and claims["value"].ge(2).all()
+    assert claims.set_index("scheme")["value"]["deepnorm"] == pytest.approx(1000)
+
+
+def test_initial_weights_are_those_of_the_configurations(tmp_path):
+    config = {"scheme": "lns", "depth": 2, "width": 32, "seed": 0, "lr": 1e-3}
+    make_run(tmp_path, "old", config=config)
+    assert tables.initial_std(tmp_path).endswith("have std 0.02.")
+    make_run(tmp_path, "new", config=config | {"init_std": 0.113})
+    assert tables.initial_std(tmp_path).endswith("have std 0.02, 0.113.")
