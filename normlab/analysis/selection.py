@@ -140,6 +140,17 @@ def at_rate(runs: pd.DataFrame, rate: float | None) -> pd.DataFrame:
     return found
 
 
+def fully_tried(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs of schemes that were tried at as many learning rates as most schemes of their depth, or at more.
+
+    In a sweep that is not done, the others' best rate may be still to come, and they narrow the rates that all share.
+    """
+    about = runs[["run", "depth", "scheme", "lr"]].drop_duplicates().set_index(["depth", "scheme"])
+    rates = about.groupby(level=["depth", "scheme"])["lr"].nunique()
+    usual = rates.groupby("depth").transform(lambda counts: counts.mode().min())
+    return runs[runs["run"].isin(about.loc[about.index.isin(rates.index[rates >= usual]), "run"])]
+
+
 def mean_of(values: pd.Series, metric: str) -> float:
     """The mean of a metric's values: geometric for positive sizes, NaN for none."""
     numbers = values.to_numpy(float)

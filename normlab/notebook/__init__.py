@@ -1,6 +1,7 @@
 """The first call of every notebook, and the pages made of executed notebooks.
 
 prepare        set how tables and figures are shown; return the folder of runs to read
+comparable     the runs of a folder that figures and claims compare
 folded         tables below a line that opens them
 folder         a folder of shipped data, in a checkout or downloaded
 time_kernels   time the kernels on this machine
@@ -93,6 +94,21 @@ def folder(path: str | Path) -> Path:
     """
     path = Path(path)
     return shipped(path.name) if path.parent == SHIPPED and not path.exists() else path
+
+
+def comparable(runs: str | Path, rate: float | None = None) -> pd.DataFrame:
+    """The runs of a folder that figures and claims compare.
+
+    Left out are runs that change their scheme's model, and schemes that are not tried at as many rates as most yet.
+
+    Args:
+        rate: the runs of one learning rate; None: all. Of these sizes are compared at a rate that all schemes share,
+            and losses at each scheme's best.
+    """
+    from normlab.analysis.selection import at_rate, fully_tried
+    from normlab.runs import load_runs
+
+    return at_rate(fully_tried(load_runs(runs, variants=False)), rate)
 
 
 class Html(str):

@@ -14,12 +14,12 @@ import pandas as pd
 import plotly.graph_objects as go
 from nbformat import NotebookNode
 
-import normlab
 from normlab.analysis import claims
 from normlab.analysis.selection import choose, deepest, seeds_in_words, title_of
 from normlab.errors import NormlabError
 from normlab.figures import themed
 from normlab.files import whole_file
+from normlab.notebook import comparable
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, PLOTLY, NotebookPage, claim_of
 from normlab.runs import find_runs, read_run
 
@@ -38,7 +38,7 @@ def findings(path: str | Path) -> dict[str, str]:
     Raises:
         NormlabError: no runs there, or runs that differ in more than a table can show.
     """
-    runs = normlab.load_runs(path, variants=False)
+    runs = comparable(path)
     chosen, counts = choose(runs, depth=None), claims.learned(runs)
     depth = deepest(counts)
     here, grown = counts[counts["depth"] == depth], claims.growth(runs).query("depth == @depth")
@@ -145,7 +145,7 @@ def write_index(
     if not cards + links:
         raise NormlabError(f"no notebook has a page in {folder}: there is nothing to link to")
     sets = {Path(runs).resolve(): HERE} | ({} if shipped is None else {Path(shipped).resolve(): COME_ALONG})
-    said = {heading: claims.apart(normlab.load_runs(path, variants=False)) for path, heading in sets.items()}
+    said = {heading: claims.apart(comparable(path)) for path, heading in sets.items()}
     about = {"metadata": {"name": "index"}, "cards": cards, "links": links, "found": findings(runs), "said": said}
     about |= {"explorer": EXPLORER_FILE, "model": MODEL_FILE if (folder / MODEL_FILE).is_file() else ""}
     page, _ = NotebookPage(template_name="landing").from_notebook_node(nbformat.v4.new_notebook(), about)

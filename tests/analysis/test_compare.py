@@ -11,7 +11,7 @@ from normlab.analysis.claims import shown
 from normlab.analysis.compare import compare, compare_variants, report
 from normlab.analysis.profiles import Profiles, View, default_view
 from normlab.analysis.quantities import last_values
-from normlab.analysis.selection import NothingToShow, choose, summarize
+from normlab.analysis.selection import NothingToShow, choose, fully_tried, summarize
 from normlab.analysis.verdicts import DIFFERENT, UNDECIDED, in_words
 from normlab.errors import NormlabError
 
@@ -200,6 +200,17 @@ def test_learning_rates_that_differ_are_said_beside_what_is_compared():
     found = compare(runs, "bhyt", "lns", "token_l2_mean")
     assert tuple(found.loc[0, ["lr_a", "lr_b"]]) == (1e-2, 1e-3)
     assert report(found).endswith("one seed: no interval; learning rates 0.01 and 0.001")
+
+
+def test_schemes_that_are_not_tried_at_as_many_rates_as_most_are_left_out_of_that_depth():
+    grid = [one_run(name, lr=lr) for name in ("pre_rmsnorm", "lns") for lr in (1e-3, 2e-3)]
+    edge = [one_run("bhyt", lr=lr) for lr in (1e-3, 2e-3, 4e-3)]
+    runs = pd.concat([*grid, *edge, one_run("dyt", lr=1e-3), one_run("dyt", depth=8, lr=1e-3)], ignore_index=True)
+    kept = fully_tried(runs)
+    assert set(kept["run"]) == set(runs["run"]) - {"dyt-4-0-0.001"}
+    assert set(kept.loc[kept["depth"] == 8, "scheme"]) == {"dyt"}
+    each = pd.concat([one_run("bhyt", lr=2e-3), one_run("lns", lr=1e-3)])
+    assert fully_tried(each)["run"].nunique() == 2, "one rate each, as in `tiny`"
 
 
 def test_one_rate_a_depth_is_not_called_each_schemes_own():

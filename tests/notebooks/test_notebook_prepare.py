@@ -1,15 +1,18 @@
 """The start of a notebook: images, the folder it reads, a failed sweep that stops it, models it trains itself."""
 
+import json
 from pathlib import Path
 
 import pandas as pd
 import plotly.io as pio
 import pytest
+from notebook_helpers import write_runs
 from training_helpers import tiny, write_text
 
 import normlab
 from normlab import NormlabError, load_runs
-from normlab.notebook import folded, folder, prepare, time_kernels, train_small
+from normlab.notebook import comparable, folded, folder, prepare, time_kernels, train_small
+from normlab.runs import MANIFEST
 from normlab.training.grids import Part, Preset
 from normlab.training.sweep import SweepResult
 
@@ -120,3 +123,14 @@ def test_a_model_that_comes_with_normlab_is_found_by_scheme_and_options(tmp_path
     assert normlab.find_model("bhyt") == tmp_path / "models" / "bhyt-d2"  # the shallowest
     assert normlab.find_model("bhyt", lam_last=10.0) == tmp_path / "models" / "bhyt-tanh-d4"
     assert normlab.find_model("lns") is None and normlab.find_model("bhyt", lam_last=3.0) is None
+
+
+def test_what_figures_compare_are_plain_models_at_the_rates_of_most(tmp_path):
+    runs = [write_runs(tmp_path / f"{lr:g}", schemes=["pre_rmsnorm", "lns"], depths=(2,), lr=lr) for lr in (1e-3, 4e-3)]
+    write_runs(tmp_path / "begun", schemes=["dyt"], depths=(2,))
+    changed = write_runs(tmp_path / "changed", schemes=["lns"], depths=(2,), seeds=[7])
+    (path,) = changed.glob(f"*/{MANIFEST}")
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"config": manifest["config"] | {"model": {"kappa": 4.0}}}))
+    assert set(comparable(tmp_path)["run"]) == set(load_runs(runs)["run"])
+    assert set(comparable(tmp_path, 4e-3)["lr"]) == {4e-3}
