@@ -27,6 +27,7 @@ SOME = [
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("01_curse_of_depth", "04_layer_skip")),
 ]
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+OF_RUNS = [name for name in ALL if name < "05" or name.startswith("08")]
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +129,11 @@ def printed_first(notebook: nbformat.NotebookNode) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ALL if name < "05"])
+@pytest.mark.parametrize("name", OF_RUNS)
 def test_any_cell_run_twice_gives_the_same(name, tmp_path, runs):
     """06 and 07 are run so for their own tests."""
     shown = execute(name, tmp_path, twice=True, RUNS=str(runs))
-    assert figures_in(shown) and tables_in(shown)
+    assert tables_in(shown) and (figures_in(shown) or widgets_in(shown))
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -147,7 +148,7 @@ def test_a_notebook_runs_on_one_run_and_compares_it_with_nothing(tmp_path, name)
         assert "not run" in shown and "0 hold" in printed(notebook)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ALL if name < "05"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in OF_RUNS])
 def test_a_notebook_shows_the_runs_of_one_rate_where_there_are_several(tmp_path, runs, name):
     """As a grid has them: every scheme at several rates, one of them with more seeds."""
     both = write_runs(tmp_path / "data" / "runs", seeds=[0], lr=4e-3)
