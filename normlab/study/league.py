@@ -33,7 +33,7 @@ from normlab.analysis.verdicts import bracketed, differences, judged
 from normlab.errors import NormlabError
 from normlab.probes.metrics import NGRAM_LOSSES
 from normlab.release import shipped
-from normlab.runs import DIVERGED, load_runs, read_configs
+from normlab.runs import DIVERGED, load_runs
 from normlab.schemes import BASELINE
 from normlab.store import is_address
 
@@ -62,10 +62,8 @@ def load(folders: Iterable[str | Path]) -> pd.DataFrame:
         NormlabError: a folder is missing or has no run; or runs of one depth differ in width, length or text; or
             several of one scheme, rate and seed differ in something else.
     """
-    places = require_folders(folders)
-    runs = load_runs(places)
-    plain = {run for run, config in read_configs(places).items() if not config.get("model")}
-    about = summarize(runs[runs["run"].isin(plain)])
+    runs = load_runs(require_folders(folders), variants=False)
+    about = summarize(runs)
     about["steps"] = about["steps"].mask(about["status"] == DIVERGED)  # a diverged run stopped early
     for depth, own in about.groupby("depth"):
         unlike = [name for name, values in own[ALIKE].round(6).items() if values.nunique() > 1]
