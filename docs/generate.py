@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import bench  # noqa: E402
 import forms  # noqa: E402
-import measured  # noqa: E402
 import names  # noqa: E402
 import papers  # noqa: E402
 import queries  # noqa: E402
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 def pages() -> dict[str, str]:
     """The pages with the numbers of the shipped tables, and the league as a table."""
-    texts = {name: text for part in (standings, papers, measured, forms, names) for name, text in part.texts().items()}
+    texts = {name: text for part in (standings, papers, bench, forms, names) for name, text in part.texts().items()}
     texts["site_names"] = tables.site_names()
     written = {}
     for name in PAGES:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from measured import BENCH
+from bench import BENCH
 from queries import estimate, picked, written
 from tables import table
 

@@ -12,7 +12,7 @@ import pytest
 import normlab
 
 ROOT = Path(__file__).parents[1]
-MODULES = ("tables", "measured", "standings", "forms", "names", "queries", "papers", "generate")
+MODULES = ("tables", "bench", "standings", "forms", "names", "queries", "papers", "generate")
 pytestmark = pytest.mark.skipif(not (ROOT / "data").is_dir(), reason="the shipped runs are not in this checkout")
 AT = "@ grid depth=8 lr=0.004"
 
