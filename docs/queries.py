@@ -15,7 +15,8 @@ effect the estimate is (`above`, `below`). `fill` refuses a page of which that i
 
 A table of one quantity has a row per scheme and a column per rate: means over seeds, or the difference from a scheme,
 with its interval from two seeds on, bold where it is different after Holm's correction over the table. A table of
-several has a row per scheme and rate. `:1` is the layer. A loss in italics is not below the trigram model.
+several has a row per scheme and rate. `:1` is the layer, `only=bhyt` one scheme's row. A loss in italics is not below
+the trigram model.
 
     <!-- bench/first_layer.csv: t["class"].nunique() -->67<!-- / -->
 
@@ -46,7 +47,7 @@ FILE = re.compile(r"(?P<file>[\w/.-]+\.csv): (?P<expression>.+)")
 RUNS = r" @ (?P<folder>\w+)(?P<options>(?: \w+=\S+)*)"
 TABLE = re.compile(r"table: (?P<quantities>\w+(?::\d+)?(?: \w+(?::\d+)?)*)(?: - (?P<b>\w+))?" + RUNS)
 NUMBER = re.compile(r"(?P<quantity>\w+): (?P<a>\w+)(?: - (?P<b>\w+))?" + RUNS + r"(?: : (?P<verdict>\w+))?")
-FORMS = ("digits", "abs", "range")
+FORMS = ("digits", "abs", "range", "only")
 LEARNED_ONLY = "loss"
 
 
@@ -75,6 +76,8 @@ def answer(query: str) -> str:
         options = dict(pair.split("=") for pair in match["options"].split())
         runs, digits = picked(match["folder"], options), int(options.get("digits", 2))
         names = match["quantities"].split()
+        if "only" in options:
+            runs = runs[runs["scheme"].isin([options["only"], match["b"]])]
         made = by_rate(runs, names[0], match["b"], digits) if len(names) == 1 else side_by_side(runs, names, digits)
         return f"\n\n{made}\n\n"
     if match := NUMBER.fullmatch(query):

@@ -58,7 +58,7 @@ def test_a_kept_model_says_its_loss_on_the_blocks_that_lie_beside_it(done, folde
 
 def test_models_that_come_with_normlab_are_named_for_what_they_are_and_have_learned():
     names = shipped_models()
-    assert {"pre_rmsnorm-d8", "lns-d8", "bhyt_exact-d8", "rmsnorm_gain-d8", "bhyt-lam_last10-d8"} <= set(names)
+    assert {"pre_rmsnorm-d8", "lns-d8", "bhyt-d8", "rmsnorm_gain-d8", "dyt-d8"} <= set(names)
     for name in names:
         manifest = json.loads((shipped(f"models/{name}") / runs.MANIFEST).read_text())
         assert name_of(TrainConfig.from_dict(manifest["config"])) == name
