@@ -395,13 +395,17 @@ def _chosen_rate(about: pd.DataFrame) -> np.ndarray:
 
 
 def _at_one_rate(about: pd.DataFrame, own: pd.DataFrame, depth: int) -> pd.DataFrame:
-    """Runs of a depth at the common rate that is best for most schemes, or at each scheme's own if none is common."""
+    """Runs of a depth at a rate that all schemes share, or at each scheme's own if they share none.
+
+    Of several it is the reference's own (the first scheme's, with which figures compare), else the best for most.
+    """
     here, own = about[about["depth"] == depth], own[own["depth"] == depth]
     common = _common_rates(here)
     if common.empty:
         return own
-    votes = own.drop_duplicates("scheme")["lr"].value_counts()
-    return here[here["lr"] == max(common, key=lambda rate: (votes.get(rate, 0), -rate))]
+    rates = own.drop_duplicates("scheme").set_index("scheme")["lr"]
+    votes, reference = rates.value_counts(), rates[in_order(rates.index)[0]]
+    return here[here["lr"] == max(common, key=lambda rate: (rate == reference, votes.get(rate, 0), -rate))]
 
 
 def _common_rates(here: pd.DataFrame) -> pd.Index:

@@ -41,9 +41,10 @@ def best_rates(table: pd.DataFrame) -> pd.Series:
 
 
 def shared_rate(table: pd.DataFrame) -> float:
-    """Of the rates that all schemes have the one that is best for most of them, the least of several."""
+    """Of the rates that all schemes have Pre-LN's best, else the one that is best for most, the least of several."""
     best, own = best_rates(table), table.groupby("scheme")["lr"].apply(set)
-    return max(sorted(set.intersection(*own)), key=lambda rate: (best == rate).sum())
+    shared = sorted(set.intersection(*own))
+    return max(shared, key=lambda rate: (best["pre_rmsnorm"] == rate, (best == rate).sum()))
 
 
 def cells(rows: pd.DataFrame, value: str) -> pd.DataFrame:
