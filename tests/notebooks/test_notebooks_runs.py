@@ -35,14 +35,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_runs(tmp_path_factory.mktemp("data") / "runs", statuses={("lns", 4): "not_learned"})
 
 
+def reading(name: str, runs: Path) -> dict[str, str]:
+    """The parameter by which a notebook takes runs: those of the reader's sweep, or of the grid that comes along."""
+    return {"RUNS" if name.startswith(("00", "03")) else "GRID": str(runs)}
+
+
 @pytest.fixture(scope="module")
 def curse(tmp_path_factory: pytest.TempPathFactory, runs: Path) -> nbformat.NotebookNode:
-    return execute("01_curse_of_depth", tmp_path_factory.mktemp("01"), RUNS=str(runs))
+    return execute("01_curse_of_depth", tmp_path_factory.mktemp("01"), GRID=str(runs))
 
 
 @pytest.fixture(scope="module")
 def stability(tmp_path_factory: pytest.TempPathFactory, runs: Path) -> nbformat.NotebookNode:
-    return execute("02_bhyt_stability", tmp_path_factory.mktemp("02"), RUNS=str(runs))
+    return execute("02_bhyt_stability", tmp_path_factory.mktemp("02"), GRID=str(runs))
 
 
 def lines_of(figure: dict) -> dict[str, list[float]]:
@@ -132,14 +137,14 @@ def printed_first(notebook: nbformat.NotebookNode) -> str:
 @pytest.mark.parametrize("name", OF_RUNS)
 def test_any_cell_run_twice_gives_the_same(name, tmp_path, runs):
     """06 and 07 are run so for their own tests."""
-    shown = execute(name, tmp_path, twice=True, RUNS=str(runs))
+    shown = execute(name, tmp_path, twice=True, **reading(name, runs))
     assert tables_in(shown) and (figures_in(shown) or widgets_in(shown))
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_notebook_runs_on_one_run_and_compares_it_with_nothing(tmp_path, name):
     single = write_runs(tmp_path / "data" / "runs", schemes=["lns"], depths=[3], seeds=[0])
-    notebook = execute(name, tmp_path, RUNS=str(single))
+    notebook = execute(name, tmp_path, **reading(name, single))
     shown = " ".join(str(cell) for table in tables_in(notebook) for cell in table.to_numpy().ravel())
     assert "different" not in shown and "equivalent" not in shown and " holds" not in printed(notebook)
     if name == "00_start_here":
@@ -154,7 +159,7 @@ def test_a_notebook_shows_the_runs_of_one_rate_where_there_are_several(tmp_path,
     both = write_runs(tmp_path / "data" / "runs", seeds=[0], lr=4e-3)
     for path in runs.iterdir():
         (both / path.name).symlink_to(path)
-    notebook = execute(name, tmp_path, RUNS=str(both))
+    notebook = execute(name, tmp_path, **reading(name, both))
     assert not [figure for figure in figures_in(notebook) if "keep the rows of one" in str(figure["layout"])]
 
 
@@ -196,7 +201,7 @@ def test_bhyt_stability_shows_the_bound_and_the_carried_statistic_and_waits_for_
 
 
 def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path, runs):
-    notebook = execute("04_layer_skip", tmp_path, RUNS=str(runs))
+    notebook = execute("04_layer_skip", tmp_path, GRID=str(runs))
     skipped, by_rate, larger, angle, jacobian, lens, updates, left_out, void = figures_in(notebook)
     assert {"pre_rmsnorm", "lns"} <= schemes_of(by_rate) & schemes_of(larger) and len(lines_of(larger)["lns"]) == 24
     costs = lines_of(skipped)

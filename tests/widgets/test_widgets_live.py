@@ -20,7 +20,7 @@ from normlab.widgets.change import Change, ask
 from normlab.widgets.live import PASSAGES, labelled, live_page, page_tokenizer, pairs_of
 from normlab.widgets.plot import static_text
 
-MODELS = ["pre_rmsnorm-d8", "bhyt-d8", "rmsnorm_gain-d8"]
+MODELS = ["pre_rmsnorm-d8", "lns-d8", "bhyt-d8"]
 READY = "() => document.querySelectorAll('.panel .cost:not(.stale) .bar').length > 0"
 
 
@@ -188,7 +188,7 @@ def test_a_pair_shares_its_axes_and_the_bars_stay_under_a_change(site, chromium)
         page.route("**/*-d8.js", lambda weights: held.append(weights))
         page.goto(site.as_uri() + "#step=none")
         page.wait_for_selector(".panel.loading .text span")
-        assert "rate 0.002 · held-out loss 3.244" in page.locator(".panel .facts").first.inner_text()
+        assert "rate 0.004 · held-out loss 3.057" in page.locator(".panel .facts").first.inner_text()
         places = page.evaluate(PLACES)
         for weights in held:
             weights.continue_()
@@ -196,7 +196,7 @@ def test_a_pair_shares_its_axes_and_the_bars_stay_under_a_change(site, chromium)
         page.wait_for_function("() => document.querySelectorAll('.panel .cost:not(.stale) .bar').length === 16")
         page.evaluate(COUNT)
         assert page.evaluate(PLACES) == places  # nothing has jumped
-        assert page.locator(".pairs button[aria-pressed=true]").inner_text().endswith("rate 0.002")
+        assert page.locator(".pairs button[aria-pressed=true]").inner_text().endswith("rate 0.004")
         ticks = "part => [...document.querySelectorAll(part + ' .tick[text-anchor=end]')].map(tick => tick.textContent)"
         for part in (".profile", ".cost"):
             shown = page.evaluate(ticks, part)
