@@ -31,18 +31,18 @@ _MARGIN = dict(l=70, r=190, t=104, b=62)
 
 @register("loss_by_rate", "N5", "held-out loss against learning rate")
 def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
-    """Held-out loss after training against the learning rate, one line per scheme that was trained at several (N5).
+    """Held-out loss after training against the learning rate, one line per scheme (N5).
 
-    Lines go through means over seeds; dots are seeds. The dotted line is the trigram model's loss. A triangle at the
-    upper edge is a run above what is shown, or one that diverged.
+    Lines go through means over seeds; dots are seeds. A scheme that was trained at one rate is a dot. The dotted line
+    is the trigram model's loss. A triangle at the upper edge is a run above what is shown, or one that diverged.
 
     Args:
         runs: the table of `normlab.load_runs`.
         depth: a number of blocks; default: the deepest at which most schemes were trained.
     """
     about, depth = _at_all_rates(runs, depth)
-    about = about[about.groupby("scheme")["lr"].transform("nunique") > 1]
-    if about.empty:
+    tried = about.groupby("scheme")["lr"].nunique()
+    if tried.max() < 2:
         raise NothingToShow(f"No scheme of {depth} blocks was trained at several learning rates.")
     learned, trigram = about.loc[has_learned(about), "eval_loss"], about["trigram_loss"].mean()
     shown = learned if len(learned) else about["eval_loss"]
@@ -50,7 +50,7 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     bounds = axis_bounds([shown.min(), most], False, 0.04)
     if bounds is None:
         raise NothingToShow(f"No run of {depth} blocks ended with a finite loss.")
-    figure, ends = go.Figure(), []
+    figure, ends, rates = go.Figure(), [], sorted(about["lr"].unique())
     for name in in_order(about["scheme"]):
         rows, style = about[about["scheme"] == name].sort_values("lr"), theme.style_of(name)
         mean = rows.groupby("lr")["eval_loss"].mean()
@@ -73,13 +73,17 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
                 cliponaxis=False,
                 hovertemplate=f"<b>{style.title}</b><br>rate %{{x:g}}: {loss}<extra></extra>",
             )
-        if inside.notna().any():
+        if tried[name] == 1 and rows["lr"].iloc[0] < rates[-1] and inside.notna().all():
+            text = f"  {style.title} {inside.iloc[0]:.3f}"  # beside its dot, as no line leads to the edge
+            figure.add_scatter(x=list(inside.index), y=list(inside), text=text, textposition="middle right",
+                               mode="text", textfont=dict(color=style.color, size=12), showlegend=False,
+                               hoverinfo="skip")  # fmt: skip
+        elif inside.notna().any():
             best = inside.idxmin()
             ends.append(EndLabel(float(inside.dropna().iloc[-1]), f"{style.title} {inside[best]:.3f}", style.color))
     if math.isfinite(trigram):
         figure.add_hline(y=trigram, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"))
     label_ends(figure, ends, bounds, _HEIGHT - _MARGIN["t"] - _MARGIN["b"], False)
-    rates = sorted(about["lr"].unique())
     reach = axis_bounds(rates, True, 0.05)
     figure.update_xaxes(title_text="learning rate", **value_axis(reach, True))
     figure.update_xaxes(tickvals=rates, ticktext=[f"{rate:g}" for rate in rates])
