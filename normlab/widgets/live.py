@@ -24,6 +24,7 @@ from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
 from normlab.probes import sites
 from normlab.release import shipped_models
 from normlab.runs import MANIFEST, read_manifest
+from normlab.schemes import BASELINE, DEFAULT
 from normlab.widgets.change import SLOPES, slope_of
 from normlab.widgets.plot import write_page
 
@@ -216,17 +217,19 @@ def labelled(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def pairs_of(models: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Pairs of models of equal depth, width and learning rate: the first in the registry's order with each other."""
+    """Pairs of models of equal depth, width and learning rate: the baseline, or else BHyT, with each other."""
     ranks = {scheme: rank for rank, scheme in enumerate(in_order(model["scheme"] for model in models))}
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for model in sorted(models, key=lambda model: ranks[model["scheme"]]):
         if model["rate"] is not None:
             groups.setdefault((model["depth"], model["spec"]["width"], model["rate"]), []).append(model)
-    return [
-        {"label": f"{first['short']} and {other['label']}", "model": first["name"], "against": other["name"]}
-        for first, *others in groups.values()
-        for other in others
-    ]
+    pairs = []
+    for group in groups.values():
+        first = next((model for name in (BASELINE, DEFAULT) for model in group if model["scheme"] == name), group[0])
+        for other in (model for model in group if model is not first):
+            label = f"{first['short']} and {other['label']}"
+            pairs.append({"label": label, "model": first["name"], "against": other["name"]})
+    return pairs
 
 
 def _passages(source: Path, run: Mapping[str, Any], tokenizer: str) -> list[dict[str, Any]]:

@@ -151,7 +151,7 @@ def trained_at(rate: float | None, scheme: str, name: str, **others: Any) -> dic
         ([("bhyt", 0.004), ("lns", 0.004), ("pre_rmsnorm", 0.004), ("dyt", 0.008)],
          ["Pre-LN and LNS, rate 0.004", "Pre-LN and BHyT, rate 0.004"]),
         ([("lns", 0.004), ("lns", 0.004)], ["LNS (0) and LNS (1), rate 0.004"]),
-        ([("lns", 0.004), ("lns", 0.002), ("bhyt", 0.002)], ["LNS and BHyT, rate 0.002"]),
+        ([("lns", 0.004), ("lns", 0.002), ("bhyt", 0.002)], ["BHyT and LNS, rate 0.002"]),
         ([("lns", 0.004), ("bhyt", 0.002)], []),
         ([("lns", None), ("bhyt", None)], []),
     ],
