@@ -94,8 +94,10 @@ def test_it_opens_from_a_file_and_answers_as_python_does(site, chromium):
         page.get_by_label("compare with").select_option("pre_rmsnorm-d8")
         page.wait_for_function("() => document.querySelectorAll('.panel').length === 2")
         assert "different learning rates" in page.locator(".rates").inner_text()
-        page.get_by_role("button", name="as trained").click()
-        wait_for_costs(page)
+        whole = "() => document.querySelectorAll('.panel .cost:not(.stale) .bar').length === 16"
+        page.wait_for_function(whole, timeout=60_000)
+        page.evaluate(COUNT)
+        press(page, page.get_by_role("button", name="as trained"))
         page.wait_for_function("() => !location.hash.includes('all=')")
         assert loss_in(page) == pytest.approx(python_loss("bhyt-d8", Change()), abs=1e-3)
         own = 'def add(first, second):\n    """Return'
