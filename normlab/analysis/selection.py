@@ -141,14 +141,14 @@ def at_rate(runs: pd.DataFrame, rate: float | None) -> pd.DataFrame:
 
 
 def fully_tried(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs of schemes that were tried at as many learning rates as most schemes of their depth, or at more.
+    """The runs of schemes that were tried at as many learning rates as the first scheme of their depth, or at more.
 
     In a sweep that is not done, the others' best rate may be still to come, and they narrow the rates that all share.
     """
     about = runs[["run", "depth", "scheme", "lr"]].drop_duplicates().set_index(["depth", "scheme"])
-    rates = about.groupby(level=["depth", "scheme"])["lr"].nunique()
-    usual = rates.groupby("depth").transform(lambda counts: counts.mode().min())
-    return runs[runs["run"].isin(about.loc[about.index.isin(rates.index[rates >= usual]), "run"])]
+    rates = about.groupby(level=["depth", "scheme"])["lr"].nunique().unstack("scheme")
+    enough = rates.ge(rates[in_order(rates.columns)].bfill(axis=1).iloc[:, 0], axis=0).stack()
+    return runs[runs["run"].isin(about.loc[about.index.isin(enough.index[enough]), "run"])]
 
 
 def mean_of(values: pd.Series, metric: str) -> float:
