@@ -18,6 +18,10 @@ with its interval from two seeds on, bold where it is different after Holm's cor
 several has a row per scheme and rate. `:1` is the layer, `only=bhyt` one scheme's row. A loss in italics is not below
 the trigram model.
 
+    <!-- lowest: loss @ grid depth=8 -->Pre-LN<!-- / -->
+
+The scheme with the lowest loss, each at its best rate.
+
     <!-- bench/first_layer.csv: t["class"].nunique() -->67<!-- / -->
 
 FILE: EXPRESSION is what Python makes of the table `t`, data/FILE. Floats are written with two digits.
@@ -38,17 +42,18 @@ from tables import table
 import normlab
 from normlab.analysis.compare import compare
 from normlab.analysis.quantities import quantity_row, values_of
-from normlab.analysis.selection import at_rate, choose, has_learned, in_order, summarize, title_of
+from normlab.analysis.selection import DIVERGED, at_rate, choose, has_learned, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, bracketed, judged, means
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"<!-- (?P<what>[^>]*?: .*?) -->(?P<text>.*?)<!-- / -->", re.DOTALL)
 FILE = re.compile(r"(?P<file>[\w/.-]+\.csv): (?P<expression>.+)")
 RUNS = r" @ (?P<folder>\w+)(?P<options>(?: \w+=\S+)*)"
+LOWEST = re.compile(r"lowest: loss" + RUNS)
 TABLE = re.compile(r"table: (?P<quantities>\w+(?::\d+)?(?: \w+(?::\d+)?)*)(?: - (?P<b>\w+))?" + RUNS)
 NUMBER = re.compile(r"(?P<quantity>\w+): (?P<a>\w+)(?: - (?P<b>\w+))?" + RUNS + r"(?: : (?P<verdict>\w+))?")
+NO_QUERY = "is no query: write QUANTITY: A - B @ FOLDER name=value : verdict"
 FORMS = ("digits", "abs", "range", "only")
-LEARNED_ONLY = "loss"
 
 
 def fill(page: str, name: str) -> str:
@@ -65,6 +70,9 @@ def fill(page: str, name: str) -> str:
             raise ValueError(f"{name}: <!-- {match['what']} --> {error}") from error
         return f"<!-- {match['what']} -->{found}<!-- / -->"
 
+    for comment in re.findall(r"<!-- (.*?) -->", page):
+        if comment != "/" and not re.fullmatch(r"\w+|[^>]*?: .*", comment):
+            raise ValueError(f"{name}: <!-- {comment} --> {NO_QUERY}")
     return MARK.sub(text_of, page)
 
 
@@ -73,20 +81,24 @@ def answer(query: str) -> str:
     if match := FILE.fullmatch(query):
         return shown(eval(match["expression"], {"t": _file(match["file"]), "pd": pd, "np": np}))
     if match := TABLE.fullmatch(query):
-        options = dict(pair.split("=") for pair in match["options"].split())
+        options = _options(match)
         runs, digits = picked(match["folder"], options), int(options.get("digits", 2))
         names = match["quantities"].split()
         if "only" in options:
             runs = runs[runs["scheme"].isin([options["only"], match["b"]])]
         made = by_rate(runs, names[0], match["b"], digits) if len(names) == 1 else side_by_side(runs, names, digits)
         return f"\n\n{made}\n\n"
+    if match := LOWEST.fullmatch(query):
+        runs = picked(match["folder"], _options(match))
+        best = choose(runs).runs.groupby("scheme")["eval_loss"].mean()
+        return title_of(best.idxmin())
     if match := NUMBER.fullmatch(query):
         return number(match)
-    raise ValueError("is no query: write QUANTITY: A - B @ FOLDER name=value : verdict")
+    raise ValueError(NO_QUERY)
 
 
 def number(query: re.Match[str]) -> str:
-    forms = dict(pair.split("=") for pair in query["options"].split())
+    forms = _options(query)
     runs = picked(query["folder"], forms)
     if any(forms.get(name, "1") != "1" for name in ("abs", "range")) or {"abs", "range"} <= forms.keys():
         raise ValueError("abs=1 or range=1, not both, or leave them out")
@@ -104,25 +116,28 @@ def number(query: re.Match[str]) -> str:
 def by_rate(runs: pd.DataFrame, quantity: str, b: str | None, digits: int) -> str:
     """A row per scheme, a column per learning rate: the scheme's mean, or what it is against scheme `b`."""
     rates = sorted(runs["lr"].unique())
-    cells: dict[tuple[str, float], pd.Series] = {}
+    about, cells = summarize(runs), dict[tuple[str, float], pd.Series]()
+    lost = about["status"].eq(DIVERGED).groupby([about["scheme"], about["lr"]]).all()
     for rate in rates:
         here = at_rate(runs, rate)
-        for scheme in in_order(here["scheme"]):
-            if b is None or (scheme != b and b in set(here["scheme"])):
+        there = [scheme for scheme in in_order(here["scheme"]) if not lost[scheme, rate]]
+        for scheme in there:
+            if b is None or (scheme != b and b in there):
                 cells[scheme, rate] = estimate(here, quantity, scheme, b)
     if b is not None and cells:
         family = judged(pd.DataFrame(list(cells.values())).reset_index(drop=True))
         cells = dict(zip(cells, (row for _, row in family.iterrows()), strict=True))
-    poor = _unlearned(runs) if quantity == LEARNED_ONLY else set()
-    lines = []
-    for scheme in in_order({scheme for scheme, _ in cells}):
-        texts = []
-        for rate in rates:
-            row = cells.get((scheme, rate))
-            text = "" if row is None else written(row, digits, b is not None and row["kind"] == "difference", True)
-            bold, italic = row is not None and row["verdict"] == DIFFERENT, b is None and (scheme, rate) in poor
-            texts.append(f"**{text}**" if bold else f"*{text}*" if italic else text)
-        lines.append((title_of(scheme), *texts))
+    poor = _unlearned(runs) if quantity == "loss" and b is None else set()
+
+    def cell(scheme: str, rate: float) -> str:
+        if (scheme, rate) not in cells:
+            return "diverged" if lost.get((scheme, rate), False) else ""
+        row = cells[scheme, rate]
+        text = written(row, digits, b is not None and row["kind"] == "difference", True)
+        return f"**{text}**" if row["verdict"] == DIFFERENT else f"*{text}*" if (scheme, rate) in poor else text
+
+    names = [scheme for scheme in in_order(about["scheme"]) if scheme != b]
+    lines = [(title_of(scheme), *(cell(scheme, rate) for rate in rates)) for scheme in names]
     return table(("", *(f"{rate:g}" for rate in rates)), lines)
 
 
@@ -167,6 +182,10 @@ def estimate(runs: pd.DataFrame, quantity: str, a: str, b: str | None = None, **
     return means(values, quantity).assign(verdict="").replace({np.inf: np.nan}).iloc[0]
 
 
+def _options(query: re.Match[str]) -> dict[str, str]:
+    return dict(pair.split("=") for pair in query["options"].split())
+
+
 def _layer(name: str) -> dict[str, int]:
     layer = name.partition(":")[2]
     return {"layer": int(layer)} if layer else {}
@@ -188,8 +207,6 @@ def written(row: pd.Series, digits: int, signed: bool, with_interval: bool) -> s
 
 
 def shown(value: Any) -> str:
-    if isinstance(value, pd.DataFrame):
-        return f"\n\n{table(value.columns, value.itertuples(index=False))}\n\n"
     if isinstance(value, float):
         return f"{value:.2f}".replace("-", "−")
     return f"{value:,}" if isinstance(value, int | np.integer) else str(value)

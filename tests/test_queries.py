@@ -96,6 +96,7 @@ def test_a_verdict_or_a_sign_that_the_runs_do_not_give_and_bad_queries_are_refus
         (f"{query} abs=1 range=1", "not both"),
         ("loss: lns-pre_rmsnorm @ gpu depth=24", "is no query"),
         ("bench/first_layer.csv: t.no_such_column", "no_such_column"),
+        ("loss lns @ gpu depth=24", "is no query"),
     ):
         with pytest.raises(ValueError, match="p.md: <!-- .*" + words):
             code["queries"].fill(f"<!-- {bad} -->?<!-- / -->", "p.md")
@@ -109,6 +110,33 @@ def test_a_named_mark_is_filled_and_a_bad_one_is_refused(code):
     for page, message in (("A <!-- los -->?<!-- / -->", "los"), ("A\n<!-- loss -->?<!-- / -->", "begins a line")):
         with pytest.raises(ValueError, match=message):
             filled(page, texts, "p")
+
+
+def test_a_run_that_diverged_is_a_word_in_a_table(code, monkeypatch):
+    runs = code["queries"]._runs("gpu").copy()
+    lost = runs["scheme"].eq("lns") & np.isclose(runs["lr"], 0.004)
+    runs.loc[lost, "status"] = "diverged"
+    monkeypatch.setattr(code["queries"], "_runs", lambda folder: runs)
+    for query in ("table: loss @ gpu depth=24", "table: loss - pre_rmsnorm @ gpu depth=24"):
+        (line,) = (line for line in code["queries"].answer(query).split("\n") if line.startswith("| LNS |"))
+        assert line.endswith("| diverged |") and line.count("|") == 5
+
+
+def test_what_the_findings_say_without_a_number_holds():
+    """The sentences on blocks, on sizes after block 1 and on initial weights."""
+    experiments = normlab.load_experiments(ROOT / "data" / "gpu")
+    blocks = experiments[(experiments["metric"] == "skip_delta_loss") & (experiments["part"] == "block")]
+    cost = blocks[np.isclose(blocks["lr"], 0.001)].pivot_table(index="layer", columns="scheme", values="value")
+    assert (cost["lns"] < cost["pre_rmsnorm"]).loc[13:23].all() and cost.loc[1, ["lns", "pre_rmsnorm"]].min() > 4
+    for folder, depth in (("gpu", 24), ("grid", 8)):
+        sizes = normlab.load_runs(ROOT / "data" / folder).query("site == 'block_out' and metric == 'token_l2_mean'")
+        sizes = sizes[(sizes["mask"] == "all") & sizes["scheme"].isin(["lns", "pre_rmsnorm"]) & (sizes["step"] > 0)]
+        ends = sizes[sizes["step"] == sizes["step"].max()].pivot_table(index="run", columns="layer", values="value")
+        assert (ends[1] / ends[depth]).min() > 0.33, "a third or more is there after block 1"
+    narrow, fit = (normlab.load_configs(ROOT / "data" / name) for name in ("initial_weights", "grid"))
+    narrow = narrow[narrow["init_std"].isna()].set_index(["scheme", "lr"])["eval_loss"]
+    lost = narrow - fit[fit["seed"] == 0].set_index(["scheme", "lr"])["eval_loss"]
+    assert 2.5 < lost["bhyt"].dropna().item() / lost["pre_rmsnorm"].dropna().item() < 3.5
 
 
 @pytest.mark.parametrize(("page", "most"), [("docs/findings.md", 3000), ("data/README.md", 680)])

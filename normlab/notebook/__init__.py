@@ -99,7 +99,7 @@ def folder(path: str | Path) -> Path:
 def comparable(runs: str | Path, rate: float | None = None) -> pd.DataFrame:
     """The runs of a folder that figures and claims compare.
 
-    Left out are runs that change their scheme's model, and schemes that are not tried at as many rates as most yet.
+    Left out are runs that change their scheme's model, and schemes that `fully_tried` leaves out.
 
     Args:
         rate: the runs of one learning rate; None: all. Of these sizes are compared at a rate that all schemes share,
