@@ -23,7 +23,8 @@ from normlab.probes.metrics import ALL_METRICS, MASKS, SITES, Metric
 from normlab.schemes import NormSite, Scheme
 from normlab.study.league_figures import FIGURES
 from normlab.study.presets import PRESETS
-from normlab.training.grids import Preset, Rates, planned
+from normlab.training.grids import Preset, planned
+from normlab.training.rates import Rates
 
 ROOT = Path(__file__).resolve().parents[1]
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

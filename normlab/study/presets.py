@@ -8,8 +8,9 @@ from normlab.errors import NormlabError
 from normlab.schemes import BASELINE, DEFAULT, DYT, GAIN_CONTROL, LNS, PERI_LN, tagged
 from normlab.study.own_file import executed
 from normlab.training.config import INIT_STD
-from normlab.training.grids import Part, Preset, Rates, Variant
+from normlab.training.grids import Part, Preset, Variant
 from normlab.training.presets import TINY, init_std
+from normlab.training.rates import Rates
 
 # lambda/kappa is 1 with g gamma0 = 0.2: small inputs see BHyT's map, and the tanh acts. The statistic is exact, as the
 # carried one takes gamma for 1.

@@ -8,6 +8,7 @@ measure.py        what is measured while training; experiments.py: what is measu
 distributed.py    devices, precision, ranks
 progress.py       bars: how far runs are, and when they end
 sweep.py          sweep: many runs; grids.py: what they consist of; presets.py: a sweep in minutes
+rates.py          how a sweep chooses learning rates
 workers.py        several runs at once, on this machine, Ray or Slurm
 estimate.py       what a sweep will train, and how long that takes
 live.py           BackgroundRun: one run in another process, watched and stopped

@@ -3,20 +3,19 @@
 `Preset`    a sweep: its parts, its learning rates, and fields that all its runs share
 `Part`      schemes x depths x seeds x variants
 `Variant`   a change to runs
-`Rates`     learning rates that every scheme is tried at; `Choice`: the best of them
 `walk`      hands a preset's runs to whoever trains them, stage by stage; `planned` lists them
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from normlab.errors import NormlabError
 from normlab.schemes import STUDIED, get_scheme
 from normlab.training.config import TrainConfig
+from normlab.training.rates import Choice, Choices, Pair, Rates, Trial
 
 
 @dataclass(frozen=True)
@@ -52,45 +51,6 @@ class Part:
     def __post_init__(self) -> None:
         for scheme in self.schemes:
             get_scheme(scheme)
-
-
-class Choice(NamedTuple):
-    """A scheme's best learning rate at a depth, and the loss that decided."""
-
-    lr: float
-    loss: float = math.inf
-
-
-Pair = tuple[str, int]  # a scheme and a depth at which rates are tried
-Choices = Mapping[Pair, Choice]
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Every scheme at each of the rates, and at one more beyond the best where that is an edge.
-
-    The trials are seed 0 of the preset's runs, at full length, and are reported like all others. A scheme's rate is the
-    one with the lowest loss (`normlab.runs.Run.choice_loss`), and its other seeds take it. A depth takes the rate of
-    the deepest of `depths` not above it.
-    """
-
-    rates: tuple[float, ...]
-    depths: tuple[int, ...]
-
-    def depth_for(self, depth: int) -> int:
-        return max((d for d in self.depths if d <= depth), default=min(self.depths))
-
-    def beyond(self, losses: Mapping[float, float]) -> float | None:
-        """The rate to try beyond the best one, from the loss at each rate tried.
-
-        None if the best lies inside or diverged, or if other rates were tried than the plain ones.
-        """
-        tried = sorted(losses)
-        if tried != sorted(self.rates) or len(tried) < 2:
-            return None
-        best = min(tried, key=lambda rate: (losses[rate], rate))
-        ends = {tried[0]: tried[0] ** 2 / tried[1], tried[-1]: tried[-1] ** 2 / tried[-2]}
-        return float(f"{ends[best]:.3g}") if best in ends and math.isfinite(losses[best]) else None
 
 
 @dataclass(frozen=True)
@@ -211,37 +171,18 @@ def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
         train([config for part in preset.parts for config in preset.grid(part, {}, **more)])
         return choices
     for part in preset.parts:
-        pairs = [pair for pair in preset.tried(part) if pair not in choices]
-        if pairs:
-            choices |= _chosen(preset, preset.rate, part, pairs, train, more)
+
+        def losses(trials: Sequence[Trial], part: Part = part) -> dict[Trial, float] | None:
+            configs = [preset.trial(part, *trial, **more) for trial in trials]
+            known = train(configs)
+            if known is None:
+                return None
+            return {t: known[c.run_id] for t, c in zip(trials, configs, strict=True) if c.run_id in known}
+
+        if pairs := [pair for pair in preset.tried(part) if pair not in choices]:
+            choices |= preset.rate.choose(pairs, losses)
         train(preset.grid(part, choices, **more))
     return choices
-
-
-def _chosen(
-    preset: Preset, rates: Rates, part: Part, pairs: Sequence[Pair], train: Train, more: Mapping[str, Any]
-) -> dict[Pair, Choice]:
-    """Try all pairs at once, so that workers have something to do.
-
-    A pair of which a trial is missing gets no choice: with it another rate might be chosen. Before anything is known
-    the middle rate stands for each.
-    """
-    losses: dict[Pair, dict[float, float]] = {pair: {} for pair in pairs}
-    wanted = [(pair, lr) for pair in pairs for lr in rates.rates]
-    while wanted:
-        configs = [preset.trial(part, *one, **more) for one in wanted]
-        known = train(configs)
-        if known is None:
-            return dict.fromkeys(pairs, Choice(sorted(rates.rates)[len(rates.rates) // 2]))
-        for (pair, lr), config in zip(wanted, configs, strict=True):
-            if config.run_id not in known:
-                losses.pop(pair, None)
-            elif pair in losses:
-                losses[pair][lr] = known[config.run_id]
-        further = {pair: rates.beyond(tried) for pair, tried in losses.items()}
-        wanted = [(pair, lr) for pair, lr in further.items() if lr is not None]
-    best = {pair: min(tried, key=lambda lr: (tried[lr], lr)) for pair, tried in losses.items()}
-    return {pair: Choice(lr, losses[pair][lr]) for pair, lr in best.items()}
 
 
 def planned(preset: Preset, **more: Any) -> list[TrainConfig]:

@@ -9,7 +9,8 @@ from training_helpers import TINY, write_run
 from normlab import runs
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
-from normlab.training.grids import Part, Preset, Rates
+from normlab.training.grids import Part, Preset
+from normlab.training.rates import Rates
 from normlab.training.sweep import sweep
 
 

@@ -15,7 +15,8 @@ from normlab.training import estimate
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
 from normlab.training.estimate import plan
-from normlab.training.grids import Choice, Part, Preset, Rates, Variant, planned
+from normlab.training.grids import Part, Preset, Variant, planned
+from normlab.training.rates import Choice, Rates
 
 
 def test_preset_tiny_has_the_schemes_that_the_report_compares():
