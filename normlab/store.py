@@ -2,11 +2,10 @@
 
 publish                      sync a finished directory and rename it to its final name (`normlab.files`)
 write_json, write_stats      a run's files
-list_files, check_files      a checkpoint's list of its files, and the check against it
-checkpoints, set_aside       the checkpoints of a run in progress; another name for a damaged one
 inside                       the one way from a name in data to a path
 exclusive, full_disk_named   contexts around a run's training
 check_root                   refuse a directory that holds something else
+local_folder                 where runs are trained, and whence they are uploaded in the end
 Remote                       runs at an address that fsspec knows: s3://..., file:///..., memory://...
 is_address, child, is_run    the same for directories and addresses
 
@@ -21,11 +20,10 @@ import hashlib
 import json
 import os
 import queue
-import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 
 PARTIAL = ".partial"
 MANIFEST, STATS, EXPERIMENTS = packed.MANIFEST, "stats.parquet", "experiments.parquet"
-LISTED = "files.json"
 ROWS = "rows.jsonl"  # of a run in progress
 SLOWEST = 1e5  # bytes per second of a transfer; a slower one is given up
 
@@ -129,7 +126,7 @@ class Remote:
             shutil.rmtree(self.copy / run, ignore_errors=True)
             self._get(run, self.copy / run, self._sizes(run))
 
-    def publish(self, run: str) -> None:
+    def upload(self, run: str) -> None:
         """Upload a finished run, unless it is there."""
         if self.has(f"{run}/{MANIFEST}"):
             return
@@ -185,63 +182,6 @@ class Remote:
         self.files.put_file(str(path), target.path)
 
 
-def checkpoint_step(name: str) -> int:
-    """The optimizer steps that a checkpoint's name says; 0 for the name of something else."""
-    match = re.fullmatch(r"checkpoint-([0-9]{1,18})", name)
-    return int(match[1]) if match else 0
-
-
-def checkpoints(work: Path) -> list[Path]:
-    """The checkpoints in a run's working directory, oldest first."""
-    paths = {checkpoint_step(path.name): path for path in work.glob("checkpoint-*")}
-    return [paths[step] for step in sorted(paths.keys() - {0})]
-
-
-def list_files(folder: Path) -> None:
-    """Write `files.json`: the size and SHA-256 of every file in `folder`, subfolders included."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    write_json(folder / LISTED, {path.relative_to(folder).as_posix(): _size_and_hash(path) for path in paths})
-
-
-def check_files(folder: Path) -> None:
-    """Check a folder against its list. NormlabError: no list, or a file that is missing or has other bytes."""
-    try:
-        listed = json.loads((folder / LISTED).read_text())
-    except FileNotFoundError:
-        raise NormlabError(f"{LISTED} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise NormlabError(f"{LISTED} cannot be read: {first_line(error)}") from None
-    if not isinstance(listed, dict) or not listed:
-        raise NormlabError(f"{LISTED} lists no files")
-    for name, expected in listed.items():
-        try:
-            actual = _size_and_hash(inside(folder, name))
-        except FileNotFoundError:
-            raise NormlabError(f"{name} is missing") from None
-        except OSError as error:
-            raise NormlabError(f"{name} cannot be read: {first_line(error)}") from None
-        if actual != expected:
-            raise NormlabError(f"{name} is not the file that was written")
-
-
-def set_aside(checkpoint: Path, why: str) -> Path:
-    """Rename a checkpoint to `why-...`, so that it is not tried again, and return its new path."""
-    free = checkpoint.with_name(f"{why}-{checkpoint.name}")
-    while free.exists():
-        free = free.with_name(f"{free.name}+")
-    os.rename(checkpoint, free)
-    return free
-
-
-def _size_and_hash(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _digest_of(path)}
-
-
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def check_root(root: str | Path) -> None:
     """Check an output directory. NormlabError: it is a file, or holds something other than runs."""
     if is_address(root):  # directories take no names there
@@ -256,6 +196,26 @@ def check_root(root: str | Path) -> None:
     if entries and not any((entry / MANIFEST).is_file() or entry.name in ours for entry in entries):
         other = min(entry.name for entry in entries)
         raise NormlabError(f"output directory {root} holds something else ({other}); name an empty or new one")
+
+
+@contextmanager
+def local_folder(out: str | Path, names: Sequence[str]) -> Iterator[Path]:
+    """The folder of this machine in which runs for `out` are trained: `out`, or for an address a copy of it.
+
+    names: of the runs that are copied from the address at the start, and uploaded in the end, where they are finished.
+    NormlabError: the directory holds something else, or the address cannot be used.
+    """
+    if not is_address(out):
+        check_root(out)
+        yield Path(out)
+        return
+    place = Remote(out)
+    for name in names:
+        place.fetch(name)
+    yield place.copy
+    for name in names:
+        if is_run(place.copy / name):
+            place.upload(name)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from training_helpers import tiny, write_run, write_text
 
 import normlab
-from normlab import NormlabError, cli, runs, store
+from normlab import NormlabError, cli, runs
+from normlab.training.checkpoint import LISTED, check_files, list_files
 from normlab.training.config import TrainConfig
 
 TINY = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32)
@@ -148,7 +149,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (folder / "shards").mkdir(parents=True)
     for number, name in enumerate(("state.pt", "stats.parquet", "begun.json", "shards/0.distcp")):
         (folder / name).write_bytes(bytes((number + k * 7) % 256 for k in range(300)))
-    store.list_files(folder)
+    list_files(folder)
     return folder
 
 
@@ -162,11 +163,11 @@ def test_a_damaged_checkpoint_is_found(count, checkpoint):
         path, original = paths[which], originals[which]
         damage(path, how, originals[which - 1])
         same = path.exists() and path.read_bytes() == original
-        if path.name == store.LISTED and path.exists():  # damage to a space changes no list
+        if path.name == LISTED and path.exists():  # damage to a space changes no list
             with contextlib.suppress(ValueError):
                 same = json.loads(path.read_bytes()) == json.loads(original)
         with contextlib.nullcontext() if same else pytest.raises(NormlabError):
-            store.check_files(checkpoint)
+            check_files(checkpoint)
         path.write_bytes(original)
 
 

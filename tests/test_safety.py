@@ -13,7 +13,7 @@ from training_helpers import tiny
 import normlab
 from normlab import NormlabError, store
 from normlab.report.inputs import load
-from normlab.training.checkpoint import STATE
+from normlab.training.checkpoint import LISTED, STATE, checkpoints, list_files
 
 pytest_plugins = ["training_fixtures"]
 CODE = "open({!r}, 'w').close()\nclass NormlabConfig: ...\nclass NormlabForCausalLM: ...\n"
@@ -65,10 +65,10 @@ def test_code_in_a_models_folder_is_not_run(read, folder, tmp_path):
 def test_a_checkpoint_that_is_a_program_is_not_run(fsdp, text, go, stop, tmp_path):
     config, out = tiny(text, fsdp=fsdp), tmp_path / "out"
     stop(config, out, 5)
-    (checkpoint,) = store.checkpoints(out / store.PARTIAL / config.run_id)
+    (checkpoint,) = checkpoints(out / store.PARTIAL / config.run_id)
     torch.save({"model": Program(tmp_path / "victim")}, checkpoint / STATE)
-    (checkpoint / store.LISTED).unlink()
-    store.list_files(checkpoint)  # whole, as its author would have it
+    (checkpoint / LISTED).unlink()
+    list_files(checkpoint)  # whole, as its author would have it
     with pytest.raises(NormlabError, match="checkpoint-5 cannot be resumed .*; delete it and start again"):
         go(config, out)
     assert not (tmp_path / "victim").exists()

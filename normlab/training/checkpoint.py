@@ -1,8 +1,8 @@
 """Checkpoints of a run in progress: whole or absent.
 
-`write_checkpoint(...)`     write aside, sync, rename and read back; then delete older ones
-`resumable(work, ...)`      the newest whole checkpoint that continues to the same numbers
-`unlike(folder, ...)`       what a checkpoint's run differs in: text, versions, threads
+`Checkpoints`            of one run: `resume` from the newest that is whole and begun alike, `write` the next
+`can_resume(work, ...)`  True if a run's working directory holds one that was begun alike
+`newest_usable(...)`     the one to resume from; what cannot be used is set aside
 
     checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states
                  stats.parquet    the log up to step N
@@ -13,7 +13,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -24,50 +27,67 @@ import torch
 from normlab import store
 from normlab.errors import NormlabError, first_line
 from normlab.training.config import TrainConfig
+from normlab.training.distributed import decided_by_first
 from normlab.training.loop import Training
 from normlab.training.measure import RunLog
 
-STATE, STREAM, BEGUN = "state.pt", "stream.json", "begun.json"
+STATE, STREAM, BEGUN, LISTED = "state.pt", "stream.json", "begun.json", "files.json"
+HARMLESS = ("keep_weights", "checkpoint_every")  # settings that change no number
 
 
-def write_checkpoint(training: Training, log: RunLog, manifest: dict[str, Any], work: Path) -> None:
-    """Write a checkpoint in the run's working directory. Every rank has to call this."""
-    accelerator = training.accelerator
-    staging, final = work / "staging", work / f"checkpoint-{training.done}"
-    try:
-        if accelerator.is_main_process:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir()
-        accelerator.wait_for_everyone()
-        _save(training, staging)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            store.write_stats(staging / store.STATS, log.frame())
-            store.write_json(staging / BEGUN, manifest)
-            if training.stream is not None:
-                store.write_json(staging / STREAM, training.stream.position._asdict())
-            store.list_files(staging)
-            store.publish(staging, final)
-            store.check_files(final)
-            for old in store.checkpoints(work):
-                if old != final:
-                    shutil.rmtree(old)
-    finally:
-        if accelerator.is_main_process:
-            shutil.rmtree(staging, ignore_errors=True)
+class Checkpoints:
+    """The checkpoints of a run that is training, in its working directory. Every rank has to call each method.
 
+    Args:
+        manifest: of the run before its first step.
+    """
 
-def restore(checkpoint: Path, training: Training, log: RunLog) -> None:
-    """Continue from a checkpoint. Every rank has to call this. NormlabError: it is whole, but holds something else."""
-    try:
-        _load(training, checkpoint)
-        log.restore(checkpoint / store.STATS)
-        if training.stream is not None:
-            training.stream.restore(json.loads((checkpoint / STREAM).read_text()))
-    except Exception as error:  # of pickle, PyTorch or pyarrow
-        raise NormlabError(
-            f"{checkpoint} cannot be resumed ({first_line(error)}); delete it and start again"
-        ) from error
+    def __init__(self, training: Training, log: RunLog, manifest: dict[str, Any], work: Path) -> None:
+        self.training, self.log, self.manifest, self.work = training, log, manifest, work
+
+    def resume(self) -> None:
+        """Continue from the newest one that can be used, if there is one.
+
+        NormlabError: it is whole, but holds something else.
+        """
+        newest = decided_by_first(self.training.accelerator, lambda: newest_usable(self.work, self.manifest))
+        if newest is None:
+            return
+        try:
+            _load(self.training, newest)
+            self.log.restore(newest / store.STATS)
+            if self.training.stream is not None:
+                self.training.stream.restore(json.loads((newest / STREAM).read_text()))
+        except Exception as error:  # of pickle, PyTorch or pyarrow
+            raise NormlabError(
+                f"{newest} cannot be resumed ({first_line(error)}); delete it and start again"
+            ) from error
+
+    def write(self) -> None:
+        """Write one aside, sync, rename and read it back; then delete the older ones."""
+        training, accelerator = self.training, self.training.accelerator
+        staging, final = self.work / "staging", self.work / f"checkpoint-{training.done}"
+        try:
+            if accelerator.is_main_process:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir()
+            accelerator.wait_for_everyone()
+            _save(training, staging)
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                store.write_stats(staging / store.STATS, self.log.frame())
+                store.write_json(staging / BEGUN, self.manifest)
+                if training.stream is not None:
+                    store.write_json(staging / STREAM, training.stream.position._asdict())
+                list_files(staging)
+                store.publish(staging, final)
+                check_files(final)
+                for old in checkpoints(self.work):
+                    if old != final:
+                        shutil.rmtree(old)
+        finally:
+            if accelerator.is_main_process:
+                shutil.rmtree(staging, ignore_errors=True)
 
 
 def _save(training: Training, folder: Path) -> None:
@@ -110,13 +130,53 @@ def _load(training: Training, folder: Path) -> None:
     torch.set_rng_state(state["random"])
     if state["random_cuda"] is not None and training.accelerator.device.type == "cuda":
         torch.cuda.set_rng_state(state["random_cuda"])
-    training.resume_at(store.checkpoint_step(folder.name))
+    training.resume_at(_step_of(folder))
 
 
-HARMLESS = ("keep_weights", "checkpoint_every")  # settings that change no number
+# --- which one to resume from ---
 
 
-def unlike(checkpoint: Path, manifest: dict[str, Any]) -> list[str]:
+def can_resume(work: Path, manifest: dict[str, Any]) -> bool:
+    """True if a checkpoint of a run was begun with this manifest."""
+    return any(not _unlike(checkpoint, manifest) for checkpoint in checkpoints(work))
+
+
+def newest_usable(work: Path, manifest: dict[str, Any]) -> Path | None:
+    """The newest whole checkpoint that was begun alike. Others before it are set aside, each with a warning."""
+    unusable, newest = [], None
+    for checkpoint in reversed(checkpoints(work)):
+        try:
+            check_files(checkpoint)
+        except NormlabError as error:
+            unusable.append(f"{_set_aside(checkpoint, 'damaged')} is a damaged checkpoint ({error}), set aside")
+            continue
+        if differs := _unlike(checkpoint, manifest):
+            names = ", ".join(differs)
+            unusable.append(f"{_set_aside(checkpoint, 'other')} was begun with another {names}, set aside")
+        elif (checkpoint / STATE).is_file():
+            newest = checkpoint
+            break
+        else:
+            unusable.append(f"{checkpoint} was written by an earlier version of normlab and cannot be read")
+    then = f"resumes from {newest.name}" if newest else "starts again from step 0, as no other can be used"
+    for reason in unusable:
+        warnings.warn(f"{reason}: the run {then}; its numbers stay the same", stacklevel=2)
+    return newest
+
+
+def checkpoints(work: Path) -> list[Path]:
+    """The checkpoints in a run's working directory, oldest first."""
+    paths = {_step_of(path): path for path in work.glob("checkpoint-*")}
+    return [paths[step] for step in sorted(paths.keys() - {0})]
+
+
+def _step_of(checkpoint: Path) -> int:
+    """The optimizer steps that a checkpoint's name says; 0 for the name of something else."""
+    match = re.fullmatch(r"checkpoint-([0-9]{1,18})", checkpoint.name)
+    return int(match[1]) if match else 0
+
+
+def _unlike(checkpoint: Path, manifest: dict[str, Any]) -> list[str]:
     """Names of the settings, versions and properties of the text with which a checkpoint was begun otherwise.
 
     Without any it continues to the same numbers.
@@ -132,24 +192,49 @@ def unlike(checkpoint: Path, manifest: dict[str, Any]) -> list[str]:
         return ["version"]
 
 
-def resumable(work: Path, manifest: dict[str, Any]) -> Path | None:
-    """The newest whole checkpoint that was begun alike. Others before it are set aside, each with a warning."""
-    unusable, newest = [], None
-    for checkpoint in reversed(store.checkpoints(work)):
+def _set_aside(checkpoint: Path, why: str) -> Path:
+    """Rename a checkpoint to `why-...`, so that it is not tried again, and return its new path."""
+    free = checkpoint.with_name(f"{why}-{checkpoint.name}")
+    while free.exists():
+        free = free.with_name(f"{free.name}+")
+    os.rename(checkpoint, free)
+    return free
+
+
+# --- the list of its files ---
+
+
+def list_files(folder: Path) -> None:
+    """Write `files.json`: the size and SHA-256 of every file in `folder`, subfolders included."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    store.write_json(folder / LISTED, {path.relative_to(folder).as_posix(): _size_and_hash(path) for path in paths})
+
+
+def check_files(folder: Path) -> None:
+    """Check a folder against its list. NormlabError: no list, or a file that is missing or has other bytes."""
+    try:
+        listed = json.loads((folder / LISTED).read_text())
+    except FileNotFoundError:
+        raise NormlabError(f"{LISTED} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise NormlabError(f"{LISTED} cannot be read: {first_line(error)}") from None
+    if not isinstance(listed, dict) or not listed:
+        raise NormlabError(f"{LISTED} lists no files")
+    for name, expected in listed.items():
         try:
-            store.check_files(checkpoint)
-        except NormlabError as error:
-            unusable.append(f"{store.set_aside(checkpoint, 'damaged')} is a damaged checkpoint ({error}), set aside")
-            continue
-        if differs := unlike(checkpoint, manifest):
-            names = ", ".join(differs)
-            unusable.append(f"{store.set_aside(checkpoint, 'other')} was begun with another {names}, set aside")
-        elif (checkpoint / STATE).is_file():
-            newest = checkpoint
-            break
-        else:
-            unusable.append(f"{checkpoint} was written by an earlier version of normlab and cannot be read")
-    then = f"resumes from {newest.name}" if newest else "starts again from step 0, as no other can be used"
-    for reason in unusable:
-        warnings.warn(f"{reason}: the run {then}; its numbers stay the same", stacklevel=2)
-    return newest
+            actual = _size_and_hash(store.inside(folder, name))
+        except FileNotFoundError:
+            raise NormlabError(f"{name} is missing") from None
+        except OSError as error:
+            raise NormlabError(f"{name} cannot be read: {first_line(error)}") from None
+        if actual != expected:
+            raise NormlabError(f"{name} is not the file that was written")
+
+
+def _size_and_hash(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _digest_of(path)}
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

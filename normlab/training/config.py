@@ -7,7 +7,6 @@
 `flag_of(name)`                  the command-line flag of a field
 `CorpusSpec`                     which text, cut how
 `TrainConfig`                    a whole run
-`require_same(...)`              NormlabError naming the first difference of a finished run
 """
 
 from __future__ import annotations
@@ -405,14 +404,3 @@ class TrainConfig:
 
 
 TrainConfig.__doc__ = f"{TrainConfig.__doc__}\n{described(TrainConfig)}\n"
-
-
-def require_same(manifest: Mapping[str, Any], config: TrainConfig, corpus: Mapping[str, Any]) -> None:
-    """NormlabError naming the first difference between a finished run and `config` on a corpus of that identity."""
-    trained = TrainConfig.from_dict(manifest["config"]).identity() | manifest["corpus"]
-    for name, value in (config.identity() | dict(corpus)).items():
-        require(
-            trained[name] == value or value == AUTO,
-            f"run {manifest['run']} has {name} {trained[name]!r}, here it is {value!r}: numbers could not be compared; "
-            "use another output directory or delete the run",
-        )

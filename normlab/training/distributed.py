@@ -1,6 +1,7 @@
 """The processes and devices that train a run, and the precision that they take.
 
 `accelerator_for(config)`   the processes that train a run together, and their devices
+`decided_by_first(...)`     what rank 0 decides, on every rank
 `device_of(config)`         the device that a run takes here
 `fastest_dtype(device)`     what dtype "auto" becomes; `why_dtype` says why
 `settled(config, device)`   a configuration with its dtype "auto" replaced by that
@@ -24,8 +25,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from normlab.models import NormlabForCausalLM
     from normlab.training.config import TrainConfig
 
+T = TypeVar("T")
 # Of glibc's mallopt: trim the heap's top only beyond as much as this, and map nothing that is smaller by itself.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 2**31 - 1), (-3, 2**30)
 
@@ -73,6 +75,18 @@ def accelerator_for(config: TrainConfig) -> Accelerator:
             "all of them together take a step: change one of the two"
         )
     return accelerator
+
+
+def on_one_machine(accelerator: Accelerator) -> bool:
+    """True if all of a run's processes are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) >= accelerator.num_processes
+
+
+def decided_by_first(accelerator: Accelerator, decide: Callable[[], T]) -> T:
+    """What rank 0 decides, on every rank. Every rank has to call this."""
+    from accelerate.utils import broadcast_object_list
+
+    return broadcast_object_list([decide() if accelerator.is_main_process else None])[0]
 
 
 def start_ranks(ranks: int, arguments: list[str]) -> int:
@@ -160,8 +174,13 @@ def settled(config: TrainConfig, device: torch.device) -> TrainConfig:
     return dataclasses.replace(config, dtype=fastest_dtype(device)) if config.dtype == "auto" else config
 
 
-def why_dtype(device: torch.device) -> str:
-    """One line for users: the precision that "auto" becomes on the device, and the reason."""
+def why_dtype(device: torch.device, taken: str | None = None) -> str:
+    """One line for users: the precision that "auto" becomes on the device, and the reason.
+
+    taken: what a run takes, where it was begun on another device.
+    """
+    if taken not in (None, fastest_dtype(device)):
+        return f"training in {taken}, as this run was begun"
     name = {"cuda": "this GPU", "mps": "this GPU"}.get(device.type, "this processor")
     has = "computes bfloat16 in hardware" if computes_bfloat16(device) else "has no bfloat16 instructions"
     return f"training in {fastest_dtype(device)}: {name} {has}"

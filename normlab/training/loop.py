@@ -33,7 +33,7 @@ from normlab.errors import in_one_line
 from normlab.models import NormlabForCausalLM
 from normlab.training.attention import use_fast_attention
 from normlab.training.config import TrainConfig
-from normlab.training.distributed import shard
+from normlab.training.distributed import gathered, shard
 from normlab.training.text.corpus import Corpus
 from normlab.training.text.stream import StreamedBlocks
 
@@ -173,6 +173,14 @@ class Training:
     def tokens_per_s(self) -> float | None:
         """Tokens per second by the median of the last 200 steps; None before the first step."""
         return self.config.tokens_per_step / float(np.median(self.seconds[-200:])) if self.seconds else None
+
+    def whole_model(self) -> NormlabForCausalLM:
+        """The model with whole weights: itself, or with `fsdp` a copy. Every rank has to call this."""
+        if not self.config.fsdp:
+            return self.model
+        model = gathered(self.model)
+        model.set_schedules(self.done, self.config.steps)
+        return model
 
     def _blocks(self) -> Iterator[Tensor]:
         """Blocks of each step for this rank, (parts, blocks, tokens) ids."""

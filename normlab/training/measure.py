@@ -1,7 +1,7 @@
 """Measurements of a run while it trains, and its log.
 
 `RunLog`                the run's measurements, one row per value
-`Measurements.at(step)` layer statistics and held-out loss, and all that `store_all` stores
+`Measurements`          `after` a step: layer statistics, held-out and training loss, and all that `store_all` stores
 
 Layer statistics are of one fixed held-out batch. Nothing here changes gradients, parameters or random states.
 
@@ -40,7 +40,7 @@ from normlab.probes import record
 from normlab.probes.experiments import evaluating
 from normlab.runs import Row, rows_of, stats_frame
 from normlab.training.config import TrainConfig
-from normlab.training.loop import block_order
+from normlab.training.loop import Step, Training, block_order
 from normlab.training.text.corpus import Corpus
 
 EVAL_TOKENS = 4096  # at most in one forward pass; every rank has room for them
@@ -55,6 +55,7 @@ class RunLog:
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
         self.rows: list[Row] = []
+        self._told = 0
 
     def add(
         self,
@@ -71,6 +72,11 @@ class RunLog:
 
     def frame(self) -> pd.DataFrame:
         return stats_frame(self.rows)
+
+    def news(self) -> list[Row]:
+        """The rows since the last call."""
+        news, self._told = self.rows[self._told :], len(self.rows)
+        return news
 
     def restore(self, path: Path) -> None:
         """Go back to the rows of a checkpoint."""
@@ -104,6 +110,21 @@ class Measurements:
             self.log.add(step, "eval", "loss", mean_token_loss(model, self.on.eval, self.batch_size))
         if config.store_all and config.is_due(step, config.probe_every):
             self.stored(model, step)
+
+    def after(self, training: Training, step: Step) -> float | None:
+        """Measure and log what is due after a step of training. The logged training loss; None if it is not due."""
+        config, number = self.config, step.number
+        self.at(training.model, number)
+        if training.scaler is not None:
+            self.log.add(number, "train", "loss_scale", training.scaler.get_scale())
+            self.log.add(number, "train", "skipped_step", step.overflowed)
+        if not config.is_due(number, config.log_every):
+            return None
+        loss = training.mean_loss()
+        self.log.add(number, "train", "loss", loss)
+        self.log.add(number, "train", "grad_norm", whole(step.grad_norm).item())
+        self.log.add(number, "train", "learning_rate", step.learning_rate)
+        return loss
 
     def layers(self, model: nn.Module, step: int) -> None:
         """Layer statistics. Gradients are of the summed token loss, towards block 1's input by `autograd.grad`."""

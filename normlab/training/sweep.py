@@ -16,9 +16,10 @@ from typing import Any
 
 from normlab import runs, store
 from normlab.errors import NormlabError, in_one_line
-from normlab.training.config import AUTO, CorpusSpec, TrainConfig, require_same
+from normlab.training.config import AUTO, CorpusSpec, TrainConfig
 from normlab.training.distributed import device_of, why_dtype
 from normlab.training.grids import Preset, planned, walk
+from normlab.training.manifest import require_same
 from normlab.training.progress import SweepBars
 from normlab.training.rates import Choice, Pair
 from normlab.training.text.corpus import corpus_of

@@ -165,7 +165,7 @@ def test_splits_are_memory_mapped_and_read_only(path):
 def test_a_second_load_reads_the_cache_only_and_changed_text_is_read_again(path, documents, monkeypatch):
     first = _load(path)
     with monkeypatch.context() as patch:
-        patch.setattr(corpora, "_read_documents", lambda *_: pytest.fail("read again"))
+        patch.setattr(corpora, "read_by_part", lambda *_: pytest.fail("read again"))
         assert np.array_equal(_load(path).train, first.train)
     _write(path, documents[:200])
     assert _load(path).content_hash != first.content_hash

@@ -13,6 +13,7 @@ from training_helpers import tiny
 
 from normlab import NormlabError, runs, store
 from normlab.training import keep
+from normlab.training.checkpoint import check_files, checkpoints, list_files
 from normlab.training.config import TrainConfig
 
 FILES = ("state.pt", "stats.parquet", "begun.json", "files.json")
@@ -108,8 +109,8 @@ def test_a_checkpoint_stays_until_the_next_one_was_read_back(text, go, tmp_path,
     with pytest.raises(NormlabError, match="state.pt is not the file that was written"):
         go(tiny(text), tmp_path)
     work = tmp_path / store.PARTIAL / tiny(text).run_id
-    assert {path.name for path in store.checkpoints(work)} == {"checkpoint-3", "checkpoint-6"}
-    store.check_files(work / "checkpoint-3")
+    assert {path.name for path in checkpoints(work)} == {"checkpoint-3", "checkpoint-6"}
+    check_files(work / "checkpoint-3")
 
 
 def test_a_checkpoint_of_an_earlier_version_is_passed_over_in_one_line(begun, text, go, done, tmp_path):
@@ -117,7 +118,7 @@ def test_a_checkpoint_of_an_earlier_version_is_passed_over_in_one_line(begun, te
     shutil.copytree(begun / "checkpoint-5", checkpoint)
     (checkpoint / "state.pt").rename(checkpoint / "optimizer.pt")
     (checkpoint / "files.json").unlink()
-    store.list_files(checkpoint)
+    list_files(checkpoint)
     with pytest.warns(UserWarning, match="was written by an earlier version .*: the run starts again from step 0"):
         run = go(tiny(text), tmp_path)
     assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
@@ -161,9 +162,9 @@ def test_a_run_whose_upload_broke_off_is_not_there_and_is_uploaded_again(done, t
     with monkeypatch.context() as patch:
         patch.setattr(type(place.files), "put_file", cut)
         with pytest.raises(NormlabError, match=f"does not allow writing {done.name}/{runs.WEIGHTS}: .*dead"):
-            place.publish(done.name)
+            place.upload(done.name)
     assert not place.has(f"{done.name}/{store.MANIFEST}")
-    place.publish(done.name)
+    place.upload(done.name)
     assert {path.name for path in (tmp_path / "bucket" / done.name).iterdir()} == {
         path.name for path in done.path.iterdir()
     }

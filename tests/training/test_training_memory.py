@@ -13,6 +13,7 @@ from training_helpers import tiny
 
 from normlab import NormlabError, runs, store
 from normlab.models import NormlabForCausalLM
+from normlab.training.checkpoint import list_files
 from normlab.training.config import TrainConfig
 
 
@@ -64,7 +65,7 @@ def test_a_run_begun_before_a_field_was_added_goes_on(config, go, stop, tmp_path
     manifest = json.loads(begun.read_text())
     store.write_json(begun, {**manifest, "config": {k: v for k, v in manifest["config"].items() if k != "accumulate"}})
     (begun.parent / "files.json").unlink()
-    store.list_files(begun.parent)
+    list_files(begun.parent)
     assert go(config, tmp_path).manifest["measured"]["resumed_from_step"] == 5
 
 

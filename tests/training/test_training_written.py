@@ -19,7 +19,8 @@ import normlab
 from normlab import NormlabError, runs, store
 from normlab.training import run as run_module
 from normlab.training.config import TrainConfig
-from normlab.training.run import commit, train_from_manifest
+from normlab.training.manifest import commit
+from normlab.training.run import train_from_manifest
 
 # --- what is written ---
 

@@ -15,7 +15,6 @@ entry, ours on the hash of the text. It also writes a column in pieces, and only
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -28,7 +27,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import platformdirs
-from tqdm import tqdm
 
 from normlab.errors import NormlabError
 from normlab.store import full_disk_named
@@ -36,18 +34,23 @@ from normlab.training import require_training
 from normlab.training.config import CorpusSpec
 from normlab.training.progress import can_redraw
 from normlab.training.text.source import (
-    HELD_OUT_PERCENT,
     PARTS,
     SOURCES,
     SPLIT_BY_FILE,
     datasets_in,
     digest,
-    part_of,
+    read_by_part,
     source_key,
-    texts,
     tokenizer_key,
 )
-from normlab.training.text.tokens import ngram_losses, saved_tokenizer, tokenize, train_tokenizer, unigram_entropy
+from normlab.training.text.tokens import (
+    in_blocks,
+    ngram_losses,
+    saved_tokenizer,
+    tokenize,
+    train_tokenizer,
+    unigram_entropy,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -183,16 +186,7 @@ def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool =
     require_training()
     spec = CorpusSpec.of(config)
     root = Path(cache_dir or platformdirs.user_cache_dir("normlab"))
-    cut = (
-        tokenizer_key(spec.tokenizer) or f"bpe-{spec.vocab_size}",
-        str(spec.block_length),
-        spec.text_column,
-        str(spec.characters),
-    )
-    carried = root / "corpus" / CARRIED.format(spec.corpus)
-    source = carried.read_text() if spec.corpus in SOURCES and carried.is_file() else source_key(spec.corpus)
-    key = digest(str(CACHE_VERSION), source, *cut)
-    final = root / "corpus" / key[:20]
+    final = root / "corpus" / _key(spec, root)
     if not (final / "corpus.json").is_file():
         with full_disk_named(root), datasets_in(root):
             _build(final, spec, progress and can_redraw())
@@ -210,22 +204,13 @@ def carry(config: Any, cache_dir: str | Path) -> Corpus:
     return corpus
 
 
-def _open(path: Path, source: str) -> Corpus:
-    from datasets import Dataset
-
-    facts = json.loads((path / "corpus.json").read_text())
-    length = facts.pop("block_length")
-    blocks = {}
-    for split in ("train", "held_out"):
-        column = Dataset.from_file(str(path / f"{split}.arrow")).data.column("input_ids")
-        flat = column.chunk(0).flatten().to_numpy(zero_copy_only=True)  # one chunk, as `_write_blocks` wrote it
-        blocks[split] = flat.reshape(-1, length)
-    return Corpus(
-        **facts | {"source": source},
-        **blocks,
-        tokenizer_path=path / "tokenizer",
-        ngram_losses=np.load(path / "ngram_losses.npy"),
-    )
+def _key(spec: CorpusSpec, root: Path) -> str:
+    """A name that changes with the text and with how it is cut. A carried corpus has that of its own machine."""
+    carried = root / "corpus" / CARRIED.format(spec.corpus)
+    source = carried.read_text() if spec.corpus in SOURCES and carried.is_file() else source_key(spec.corpus)
+    tokenizer = tokenizer_key(spec.tokenizer) or f"bpe-{spec.vocab_size}"
+    cut = (tokenizer, str(spec.block_length), spec.text_column, str(spec.characters))
+    return digest(str(CACHE_VERSION), source, *cut)[:20]
 
 
 def _build(final: Path, spec: CorpusSpec, progress: bool) -> None:
@@ -245,25 +230,23 @@ def _build(final: Path, spec: CorpusSpec, progress: bool) -> None:
 
 def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
     """The files of a cached corpus."""
-    documents, content_hash = _read_documents(spec, progress)
+    documents, content_hash = read_by_part(spec.corpus, spec.text_column, spec.characters, progress)
     train = [text for _, text in documents.pop("train")]
     tokenizer = saved_tokenizer(spec.tokenizer) if spec.tokenizer else train_tokenizer(train, spec.vocab_size)
-    tokenizer.save_pretrained(directory / "tokenizer")
     train_ids = np.concatenate(tokenize(train, tokenizer, "tokenizing", progress))
-    _write_blocks(directory / "train.arrow", _blocks(train_ids, spec, "train"))
-    held_out_ids: list[np.ndarray] = []
-    blocks: list[np.ndarray] = []
-    files: list[tuple[str, int]] = []
-    for keyed in documents.values():
-        pieces = tokenize([text for _, text in keyed], tokenizer, "tokenizing held-out text", progress)
-        held_out_ids += pieces
-        before = sum(part.size for part in blocks)
-        blocks.append(_blocks(np.concatenate(pieces), spec, "held-out"))
-        starts = np.cumsum([0, *map(len, pieces[:-1])]).tolist()
-        files += [(key, before + at) for (key, _), at in zip(keyed, starts, strict=True) if at < blocks[-1].size]
-    held_out = np.concatenate(blocks)
-    _write_blocks(directory / "held_out.arrow", held_out)
-    np.save(directory / "ngram_losses.npy", ngram_losses(train_ids, held_out, len(tokenizer)))
+    pieces = [  # the ids of each document of each held-out part
+        tokenize([text for _, text in keyed], tokenizer, "tokenizing held-out text", progress)
+        for keyed in documents.values()
+    ]
+    held_out_ids = [np.concatenate(part) for part in pieces]
+    train_blocks = in_blocks(train_ids, spec.block_length)
+    parts = [in_blocks(ids, spec.block_length) for ids in held_out_ids]
+    for split, ids in (("train", train_ids), *(("held-out", ids) for ids in held_out_ids)):
+        if len(ids) < spec.block_length:
+            raise NormlabError(
+                f"corpus {spec.corpus!r} is too small: {len(ids)} {split} tokens, one block has {spec.block_length}"
+            )
+    held_out = np.concatenate(parts)
     facts = {
         "source": spec.corpus,
         "block_length": spec.block_length,
@@ -274,39 +257,30 @@ def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
         "unigram_entropy": unigram_entropy(train_ids, np.concatenate(held_out_ids), len(tokenizer)),
     }
     if spec.corpus in SPLIT_BY_FILE:
-        facts |= {"validation_blocks": len(blocks[0]), "files": files}
+        keys = [[key for key, _ in keyed] for keyed in documents.values()]
+        facts |= {"validation_blocks": len(parts[0]), "files": _files(keys, pieces, parts)}
+    losses = ngram_losses(train_ids, held_out, len(tokenizer))
+    tokenizer.save_pretrained(directory / "tokenizer")
+    _write_blocks(directory / "train.arrow", train_blocks)
+    _write_blocks(directory / "held_out.arrow", held_out)
+    np.save(directory / "ngram_losses.npy", losses)
     (directory / "corpus.json").write_text(json.dumps(facts, indent=1))
 
 
-def _read_documents(spec: CorpusSpec, progress: bool) -> tuple[dict[str, list[tuple[str, str]]], str]:
-    """Keys and texts by part, "train" and the held-out ones, and the hash of all texts in order."""
-    held_out = PARTS if spec.corpus in SPLIT_BY_FILE else ("held_out",)
-    documents: dict[str, list[tuple[str, str]]] = {part: [] for part in ("train", *held_out)}
-    content = hashlib.sha256()
-    left = spec.characters
-    with tqdm(desc="reading corpus", unit="char", unit_scale=True, disable=not progress, leave=False, delay=1) as bar:
-        for key, text in texts(spec.corpus, spec.text_column):
-            text = text[:left]
-            content.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
-            documents[part_of(spec.corpus, key)].append((key, text))
-            left -= len(text)
-            bar.update(len(text))
-            if left <= 0:
-                break
-    if not any(documents.values()):
-        raise NormlabError(f"corpus {spec.corpus!r} is empty: it holds no text")
-    if not all(documents.values()):
-        raise NormlabError(f"corpus {spec.corpus!r} is too small to hold out {HELD_OUT_PERCENT}% of its documents")
-    return documents, content.hexdigest()
+def _files(
+    keys: list[list[str]], pieces: list[list[np.ndarray]], parts: list[np.ndarray]
+) -> list[tuple[str, int]]:
+    """Key and first token of each held-out document, counted through the blocks of all parts.
 
-
-def _blocks(ids: np.ndarray, spec: CorpusSpec, split: str) -> np.ndarray:
-    """The ids in rows; the rest is left out. NormlabError if they do not fill one row."""
-    if len(ids) < spec.block_length:
-        raise NormlabError(
-            f"corpus {spec.corpus!r} is too small: {len(ids)} {split} tokens, one block has {spec.block_length}"
-        )
-    return ids[: len(ids) // spec.block_length * spec.block_length].reshape(-1, spec.block_length)
+    keys, pieces: of each part's documents. parts: their blocks.
+    """
+    files: list[tuple[str, int]] = []
+    before = 0
+    for of_part, ids, blocks in zip(keys, pieces, parts, strict=True):
+        starts = np.cumsum([0, *map(len, ids[:-1])]).tolist()
+        files += [(key, before + at) for key, at in zip(of_part, starts, strict=True) if at < blocks.size]
+        before += blocks.size
+    return files
 
 
 def _write_blocks(path: Path, blocks: np.ndarray) -> None:
@@ -320,3 +294,21 @@ def _write_blocks(path: Path, blocks: np.ndarray) -> None:
     table = pa.table({"input_ids": column})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
+
+
+def _open(path: Path, source: str) -> Corpus:
+    from datasets import Dataset
+
+    facts = json.loads((path / "corpus.json").read_text())
+    length = facts.pop("block_length")
+    blocks = {}
+    for split in ("train", "held_out"):
+        column = Dataset.from_file(str(path / f"{split}.arrow")).data.column("input_ids")
+        flat = column.chunk(0).flatten().to_numpy(zero_copy_only=True)  # one chunk, as `_write_blocks` wrote it
+        blocks[split] = flat.reshape(-1, length)
+    return Corpus(
+        **facts | {"source": source},
+        **blocks,
+        tokenizer_path=path / "tokenizer",
+        ngram_losses=np.load(path / "ngram_losses.npy"),
+    )

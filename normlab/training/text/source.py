@@ -2,7 +2,7 @@
 
 `SOURCES`          corpora known by name, and what yields their documents
 `open_documents`   the stream of any source
-`texts`            its (key, text) pairs, without those that hold no text
+`texts`            its (key, text) pairs, without those that hold no text; `read_by_part` reads them all
 `is_held_out`      True for documents of the held-out split, by a hash of the key
 `part_of`          the part of a source that a document belongs to
 `source_key`       changes when the text of a source changes
@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, PackagePath, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, hub_or_cache
 
@@ -192,6 +194,33 @@ def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None
         raise NormlabError(f"cannot read corpus {source!r}: {first_line(error)}") from error
     finally:
         log.set_verbosity(level)
+
+
+def read_by_part(
+    source: str, text_column: str, characters: int, progress: bool
+) -> tuple[dict[str, list[tuple[str, str]]], str]:
+    """Keys and texts of the first `characters` of a source by `part_of`, and the hash of these texts in order.
+
+    NormlabError: there are none, or a part has none.
+    """
+    held_out = PARTS if source in SPLIT_BY_FILE else ("held_out",)
+    documents: dict[str, list[tuple[str, str]]] = {part: [] for part in ("train", *held_out)}
+    content = hashlib.sha256()
+    left = characters
+    with tqdm(desc="reading corpus", unit="char", unit_scale=True, disable=not progress, leave=False, delay=1) as bar:
+        for key, text in texts(source, text_column):
+            text = text[:left]
+            content.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
+            documents[part_of(source, key)].append((key, text))
+            left -= len(text)
+            bar.update(len(text))
+            if left <= 0:
+                break
+    if not any(documents.values()):
+        raise NormlabError(f"corpus {source!r} is empty: it holds no text")
+    if not all(documents.values()):
+        raise NormlabError(f"corpus {source!r} is too small to hold out {HELD_OUT_PERCENT}% of its documents")
+    return documents, content.hexdigest()
 
 
 def is_held_out(key: str) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from normlab.errors import NormlabError
 from normlab.training.text.source import datasets_in, open_documents, part_of, texts
-from normlab.training.text.tokens import tokenize
+from normlab.training.text.tokens import in_blocks, tokenize
 
 DOCUMENTS = 64  # tokenized at a time
 
@@ -69,11 +69,11 @@ class StreamedBlocks:
                 is_empty = False
                 pieces = tokenize(batch, self.tokenizer, "", False)
                 ids = np.concatenate([np.array(self.position.left, dtype=np.int32), *pieces])
-                rows = len(ids) // self.length
-                for block in ids[: rows * self.length].reshape(rows, self.length)[self.position.taken :]:
+                blocks = in_blocks(ids, self.length)
+                for block in blocks[self.position.taken :]:
                     self.position = self.position._replace(taken=self.position.taken + 1)
                     yield block
-                self.position = Position(stream.state_dict(), ids[rows * self.length :].tolist())
+                self.position = Position(stream.state_dict(), ids[blocks.size :].tolist())
             if is_empty:
                 raise NormlabError(f"corpus {self.source!r} holds no text to train on")
             self.position = self.position._replace(documents=None)

@@ -1,7 +1,7 @@
 """Tokens: tokenizers, documents as ids, and baselines that only count.
 
 `saved_tokenizer(name)`, `train_tokenizer(texts)`   a tokenizer of a folder or the hub; a byte-level BPE
-`tokenize(texts, tokenizer)`                        the ids of documents
+`tokenize(texts, tokenizer)`                        the ids of documents; `in_blocks` cuts them
 `unigram_entropy(train, held_out, vocab_size)`      loss of the token frequencies
 `ngram_losses(train, blocks, vocab_size)`           bigram and trigram loss of every block, scored as a model's is
 
@@ -97,6 +97,11 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast, title: str, p
         ):
             pieces.append(np.array([*encoding.ids, tokenizer.eos_token_id], dtype=np.int32))
     return pieces
+
+
+def in_blocks(ids: np.ndarray, length: int) -> np.ndarray:
+    """The ids as (blocks, length). Those that do not fill a block are left out."""
+    return ids[: len(ids) // length * length].reshape(-1, length)
 
 
 # --- baselines ---
