@@ -3,9 +3,10 @@
 publish                      sync a finished directory and rename it to its final name (`normlab.files`)
 write_json, write_stats      a run's files
 inside                       the one way from a name in data to a path
-exclusive, full_disk_named   contexts around a run's training
 check_root                   refuse a directory that holds something else
-local_folder                 where runs are trained, and whence they are uploaded in the end
+local_folder                 context: the folder where runs are trained, and whence they are uploaded in the end
+to_train, exclusive          contexts: a run, or anything else, that one process works on at a time
+full_disk_named              context: a full disk is one line
 Remote                       runs at an address that fsspec knows: s3://..., file:///..., memory://...
 is_address, child, is_run    the same for directories and addresses
 
@@ -226,6 +227,16 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_stats(path: Path, frame: pd.DataFrame) -> None:
     frame.to_parquet(path, index=False, compression="zstd")
+
+
+@contextmanager
+def to_train(root: Path, run: str) -> Iterator[bool]:
+    """True if a run is not finished; nobody else trains it meanwhile. NormlabError: another process does."""
+    if is_run(root / run):  # without the lock: the directory may be read-only
+        yield False
+        return
+    with exclusive(root / PARTIAL / f"{run}.lock"):
+        yield not is_run(root / run)  # another process may have finished it just now
 
 
 @contextmanager

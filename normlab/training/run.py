@@ -95,9 +95,8 @@ def train(
         asked, text = config, corpus.identity()
         config, manifest = decided_by_first(accelerator, lambda: _settled(asked, text, root, device))
         final, work = root / config.run_id, root / store.PARTIAL / config.run_id
-        locks = is_first and not store.is_run(final)  # a finished run may be in a read-only directory
-        with store.exclusive(work.with_name(f"{work.name}.lock")) if locks else contextlib.nullcontext():
-            if not decided_by_first(accelerator, lambda: store.is_run(final)):
+        with store.to_train(root, config.run_id) if is_first else contextlib.nullcontext(False) as to_train:
+            if decided_by_first(accelerator, lambda: to_train):
                 if show and asked.dtype == AUTO:
                     tqdm.write(why_dtype(device, config.dtype), file=sys.stderr)
                 with process_settings(config, device):

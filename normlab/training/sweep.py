@@ -96,7 +96,7 @@ class _Job:
 
     def __init__(self, root: str | Path, workers: Workers, cache_dir: Any, bar: SweepBars) -> None:
         self.root, self.workers, self.cache_dir, self.bar = root, workers, cache_dir, bar
-        self.asked: list[TrainConfig] = []
+        self.asked: dict[str, TrainConfig] = {}
         self.done: dict[str, runs.Run] = {}
         self.failures: dict[str, str] = {}
         self.said_precision = False
@@ -109,24 +109,20 @@ class _Job:
 
     def train(self, configs: Sequence[TrainConfig]) -> dict[str, float]:
         """Train the runs that are not finished yet; losses by run id, infinite for a diverged run."""
-        asked = {config.run_id for config in self.asked}
-        new = [config for config in configs if config.run_id not in asked]
-        self.asked += new
-        self.expect(new[self._ahead :])
+        new = {config.run_id: config for config in configs if config.run_id not in self.asked}
+        self.asked |= new
+        self.expect(list(new.values())[self._ahead :])
         self._ahead -= len(new)
-        self._train(configs)
-        names = [config.run_id for config in configs if config.run_id in self.done]
-        losses = {name: self.done[name].choice_loss for name in names}
+        self._train(list(new.values()))
+        losses = {c.run_id: self.done[c.run_id].choice_loss for c in configs if c.run_id in self.done}
         return {name: loss if math.isfinite(loss) else math.inf for name, loss in losses.items()}
 
     def _train(self, configs: Sequence[TrainConfig]) -> None:
-        settled = {*self.done, *self.failures}
-        todo = [c for name, c in {c.run_id: c for c in configs}.items() if name not in settled]
         # Built once, here: workers find the corpora in the cache instead of all building them.
-        specs = {CorpusSpec.of(config) for config in todo}
+        specs = {CorpusSpec.of(config) for config in configs}
         identities = {spec: corpus_of(spec, self.cache_dir, self.bar.show).identity() for spec in specs}
         waiting = []
-        for config in todo:
+        for config in configs:
             path = config.finished_in(self.root)
             if path is None:
                 waiting.append(config)
@@ -148,8 +144,8 @@ class _Job:
                 self._failed(config, outcome)
 
     def result(self, choices: dict[Pair, Choice]) -> SweepResult:
-        names = dict.fromkeys(config.run_id for config in self.asked)
-        return SweepResult(self.root, [self.done[n] for n in names if n in self.done], self.failures, choices)
+        found = [self.done[name] for name in self.asked if name in self.done]
+        return SweepResult(self.root, found, self.failures, choices)
 
     def _finished(self, config: TrainConfig, run: runs.Run, skipped: bool = False) -> None:
         self.done[config.run_id] = run

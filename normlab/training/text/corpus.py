@@ -247,6 +247,7 @@ def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
                 f"corpus {spec.corpus!r} is too small: {len(ids)} {split} tokens, one block has {spec.block_length}"
             )
     held_out = np.concatenate(parts)
+    losses = ngram_losses(train_ids, held_out, len(tokenizer))
     facts = {
         "source": spec.corpus,
         "block_length": spec.block_length,
@@ -259,7 +260,6 @@ def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
     if spec.corpus in SPLIT_BY_FILE:
         keys = [[key for key, _ in keyed] for keyed in documents.values()]
         facts |= {"validation_blocks": len(parts[0]), "files": _files(keys, pieces, parts)}
-    losses = ngram_losses(train_ids, held_out, len(tokenizer))
     tokenizer.save_pretrained(directory / "tokenizer")
     _write_blocks(directory / "train.arrow", train_blocks)
     _write_blocks(directory / "held_out.arrow", held_out)
