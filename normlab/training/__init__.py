@@ -4,6 +4,7 @@ config.py         TrainConfig, which decides a run's numbers
 text/             text as packed blocks of token ids
 loop.py           the training loop, from a fresh model to the last step
 run.py            train: from a configuration to a run on disk; checkpoint.py: how it resumes
+manifest.py       what a run's numbers depend on, and its results
 measure.py        what is measured while training; experiments.py: what is measured after it
 distributed.py    devices, precision, ranks
 progress.py       bars: how far runs are, and when they end

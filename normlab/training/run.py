@@ -3,8 +3,11 @@
 `train(config, out)`         train, or resume, or skip what is finished; returns the `Run`
 `train_from_manifest(path)`  repeat the run of a manifest
 
+To be read from top to bottom: `train` finds the processes, the folder, the text and the precision; `_run` makes the
+model, resumes, trains and writes; `_train_steps` is what happens at each step.
+
 Under `torchrun` or `accelerate launch` each rank takes its share of every step's blocks (DDP, or FSDP2 with `fsdp`).
-Rank 0 alone writes the run.
+Rank 0 alone writes the run, and decides from where it goes on.
 
 A process killed at any moment leaves the last whole checkpoint, with the log of measurements in it. A resumed run
 repeats, bit for bit on a CPU, what the killed one would have done. The finished run appears under its name in one
@@ -102,21 +105,6 @@ def train(
                 with process_settings(config, device):
                     _run(config, corpus, accelerator, work, final, manifest, show, watch)
             return _finished(final, work, config, manifest)
-
-
-def train_from_manifest(path: str | Path, out: str | Path = "runs", **options: Any) -> runs.Run:
-    """Repeat the run of a manifest.json, or of a run's directory: same configuration, threads and text.
-
-    Options are those of `train`. NormlabError if the corpus or tokenizer of this machine differs from the manifest's:
-    the numbers could not be the same.
-    """
-    if not store.is_address(path) and Path(path).name == store.MANIFEST:
-        path = Path(path).parent
-    manifest = runs.read_run(path).manifest
-    config = TrainConfig.from_dict(manifest["config"])
-    corpus = corpus_of(config, options.get("cache_dir"), options.get("progress", True))
-    require_same(manifest, config, corpus.identity())
-    return train(config, out, **options)
 
 
 def _settled(
@@ -237,3 +225,18 @@ def _finished(final: Path, work: Path, config: TrainConfig, manifest: dict[str, 
     run.table()  # raises if it cannot be read
     shutil.rmtree(work, ignore_errors=True)
     return run
+
+
+def train_from_manifest(path: str | Path, out: str | Path = "runs", **options: Any) -> runs.Run:
+    """Repeat the run of a manifest.json, or of a run's directory: same configuration, threads and text.
+
+    Options are those of `train`. NormlabError if the corpus or tokenizer of this machine differs from the manifest's:
+    the numbers could not be the same.
+    """
+    if not store.is_address(path) and Path(path).name == store.MANIFEST:
+        path = Path(path).parent
+    manifest = runs.read_run(path).manifest
+    config = TrainConfig.from_dict(manifest["config"])
+    corpus = corpus_of(config, options.get("cache_dir"), options.get("progress", True))
+    require_same(manifest, config, corpus.identity())
+    return train(config, out, **options)
