@@ -9,7 +9,7 @@ from functools import cache
 
 import pandas as pd
 from normlab_kernels.experimental.linear_choices import FUSION_WINS
-from tables import ROOT, table
+from tables import ROOT, plain, table
 
 BENCH = ROOT / "data" / "bench"
 DEVICE = "nvidia_h200"
@@ -46,10 +46,6 @@ def texts() -> dict[str, str]:
         **instabilities(),
         **{f"costs_{name.replace(' ', '_')}": _beside(rows) for name, rows in _bench("probes_cpu").groupby("pass")},
     }
-
-
-def plain(value: float, digits: int = 2) -> str:
-    return f"{value:.{digits}f}".replace("-", "−")
 
 
 def _bench(name: str) -> pd.DataFrame:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from bench import BENCH
 from queries import estimate, picked, written
-from tables import table
+from tables import plain, table
 
 import normlab
 from normlab.analysis.quantities import quantity_row
@@ -80,7 +80,8 @@ def texts() -> dict[str, str]:
 def _row(paper: str, claim: Claim) -> tuple[str, ...]:
     is_ratio = quantity_row(claim.quantity).is_ratio
     digits, theirs = (2 if is_ratio else 3), _theirs(paper, claim)
-    said = ", ".join(f"{_in_digits(value, digits, is_ratio)} ({model})" for model, value in theirs.items())
+    sign = "" if is_ratio else "+"
+    said = ", ".join(f"{plain(value, digits, sign)} ({model})" for model, value in theirs.items())
     side = claim.says or _side(list(theirs.values())[-1], is_ratio)
     places = (SMALL, LARGE)
     own = [_ours(claim, place) for place in places]
@@ -143,10 +144,6 @@ def _theirs(paper: str, claim: Claim) -> dict[str, float]:
     return {model: found[model] for model in dict.fromkeys((found.index[0], found.index[-1]))}
 
 
-def _in_digits(value: float, digits: int, is_ratio: bool) -> str:
-    return f"{value:{'' if is_ratio else '+'}.{digits}f}".replace("-", "−")
-
-
 def _speeds() -> list[tuple[str, ...]]:
     """BHyT's speed over RMSNorm's in percent: as two versions of the paper say it, and ours on an H200."""
     said, rows = _published(), []
@@ -156,7 +153,7 @@ def _speeds() -> list[tuple[str, ...]]:
         times = pd.read_csv(BENCH / f"{file}_nvidia_h200.csv").query("function == 'bhyt' and peer == 'normlab'")
         gains = 100 / times["ratio"] - 100
         numbers = (", ".join(f"{value:+g} ({version})" for value, version in versions), "",
-                   ", ".join(_in_digits(gain, 1, False) for gain in gains))  # fmt: skip
+                   ", ".join(plain(gain, 1, "+") for gain in gains))  # fmt: skip
         agrees = "level" if gains.abs().max() < SPEED_MARGIN else "yes" if all(gains > 0) else "**no**"
         rows.append((f"speed of {what} over RMSNorm, %", "abstract", *numbers, agrees))
     return rows

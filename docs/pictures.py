@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+import pandas as pd
 import plotly.graph_objects as go
 import torch
+from papers import LARGE, RATES, SMALL
+from tables import ROOT
 
 import normlab
 from normlab.analysis.selection import at_rate, choose
 from normlab.export import save_images
 from normlab.figures import by_layer, growth_before_after, layer_growth, loss_by_rate
 
-ROOT = Path(__file__).resolve().parents[1]
-RATE, LARGE_RATE = 4e-3, 1e-3  # Pre-LN's best of `grid` and of `gpu`, at which sizes and costs are compared
+
+def runs(folder: str) -> pd.DataFrame:
+    return normlab.load_runs(ROOT / "data" / folder)
 
 
 def recorded() -> go.Figure:
@@ -26,32 +29,24 @@ def recorded() -> go.Figure:
     return rec.stats().plot("token_l2_mean")
 
 
-def rates() -> go.Figure:
-    return loss_by_rate(normlab.load_runs(ROOT / "data" / "grid"), 8)
-
-
-def rates_at_24_blocks() -> go.Figure:
-    return loss_by_rate(normlab.load_runs(ROOT / "data" / "gpu"), 24)
-
-
 def before_after() -> go.Figure:
-    runs = at_rate(normlab.load_runs(ROOT / "data" / "grid"), RATE)
-    return growth_before_after(choose(runs, 8), published=normlab.load_published())
+    small = choose(at_rate(runs("grid"), RATES[SMALL]), 8)
+    return growth_before_after(small, published=normlab.load_published())
 
 
 def stream() -> go.Figure:
-    return layer_growth(choose(at_rate(normlab.load_runs(ROOT / "data" / "gpu"), LARGE_RATE), 24), "token_l2_mean")
+    return layer_growth(choose(at_rate(runs("gpu"), RATES[LARGE]), 24), "token_l2_mean")
 
 
 def skip() -> go.Figure:
-    experiments = at_rate(normlab.load_experiments(ROOT / "data" / "gpu"), LARGE_RATE)
+    experiments = at_rate(normlab.load_experiments(ROOT / "data" / "gpu"), RATES[LARGE])
     return by_layer(experiments, "skip_delta_loss", depth=24, log=True)
 
 
 PICTURES: dict[str, Callable[[], go.Figure]] = {
     "recorded": recorded,
-    "loss_by_rate": rates,
-    "loss_by_rate_24": rates_at_24_blocks,
+    "loss_by_rate": lambda: loss_by_rate(runs("grid"), 8),
+    "loss_by_rate_24": lambda: loss_by_rate(runs("gpu"), 24),
     "growth_before_after": before_after,
     "stream_24": stream,
     "skip_24": skip,

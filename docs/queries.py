@@ -25,6 +25,8 @@ The scheme with the lowest loss, each at its best rate.
     <!-- bench/first_layer.csv: t["class"].nunique() -->67<!-- / -->
 
 FILE: EXPRESSION is what Python makes of the table `t`, data/FILE. Floats are written with two digits.
+
+A plain name, `<!-- table_of_league -->`, is a text that `docs/generate.py` has from one of its modules.
 """
 
 from __future__ import annotations
@@ -32,12 +34,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from tables import table
+from tables import ROOT, plain, table
 
 import normlab
 from normlab.analysis.compare import compare
@@ -45,33 +46,39 @@ from normlab.analysis.quantities import quantity_row, values_of
 from normlab.analysis.selection import DIVERGED, at_rate, choose, has_learned, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, bracketed, judged, means
 
-ROOT = Path(__file__).resolve().parents[1]
-MARK = re.compile(r"<!-- (?P<what>[^>]*?: .*?) -->(?P<text>.*?)<!-- / -->", re.DOTALL)
+ASKED = r"\w+|[^>]*?: .*?"
+MARK = re.compile(rf"<!-- (?P<what>{ASKED}) -->(?P<text>.*?)<!-- / -->", re.DOTALL)
 FILE = re.compile(r"(?P<file>[\w/.-]+\.csv): (?P<expression>.+)")
 RUNS = r" @ (?P<folder>\w+)(?P<options>(?: \w+=\S+)*)"
 LOWEST = re.compile(r"lowest: loss" + RUNS)
 TABLE = re.compile(r"table: (?P<quantities>\w+(?::\d+)?(?: \w+(?::\d+)?)*)(?: - (?P<b>\w+))?" + RUNS)
 NUMBER = re.compile(r"(?P<quantity>\w+): (?P<a>\w+)(?: - (?P<b>\w+))?" + RUNS + r"(?: : (?P<verdict>\w+))?")
-NO_QUERY = "is no query: write QUANTITY: A - B @ FOLDER name=value : verdict"
+NO_QUERY = "is no query, nor a name that has a text: write QUANTITY: A - B @ FOLDER name=value : verdict"
 FORMS = ("digits", "abs", "range", "only")
 
 
-def fill(page: str, name: str) -> str:
-    """The page with what each query finds.
+def fill(page: str, name: str, texts: Mapping[str, str] | None = None) -> str:
+    """The page with what each query finds, and with the text of each plain name.
 
     Raises:
-        ValueError: a query that the shipped tables do not answer, or another verdict than the one it states.
+        ValueError: a name without a text, or a query that the shipped tables do not answer or that states another
+            verdict. Also a mark within a paragraph that begins a line, where Markdown ends the paragraph.
     """
 
     def text_of(match: re.Match[str]) -> str:
+        what = match["what"]
         try:
-            found = answer(match["what"])
+            found = texts[what] if texts and what in texts else answer(what)
+            if match["text"].startswith("\n") or "\n" in found:
+                found = f"\n\n{found}\n\n"
+            elif page[: match.start()].endswith("\n"):
+                raise ValueError("begins a line: break the line elsewhere")
         except Exception as error:
-            raise ValueError(f"{name}: <!-- {match['what']} --> {error}") from error
-        return f"<!-- {match['what']} -->{found}<!-- / -->"
+            raise ValueError(f"{name}: <!-- {what} --> {error}") from error
+        return f"<!-- {what} -->{found}<!-- / -->"
 
     for comment in re.findall(r"<!-- (.*?) -->", page):
-        if comment != "/" and not re.fullmatch(r"\w+|[^>]*?: .*", comment):
+        if comment != "/" and not re.fullmatch(ASKED, comment):
             raise ValueError(f"{name}: <!-- {comment} --> {NO_QUERY}")
     return MARK.sub(text_of, page)
 
@@ -86,8 +93,7 @@ def answer(query: str) -> str:
         names = match["quantities"].split()
         if "only" in options:
             runs = runs[runs["scheme"].isin([options["only"], match["b"]])]
-        made = by_rate(runs, names[0], match["b"], digits) if len(names) == 1 else side_by_side(runs, names, digits)
-        return f"\n\n{made}\n\n"
+        return by_rate(runs, names[0], match["b"], digits) if len(names) == 1 else side_by_side(runs, names, digits)
     if match := LOWEST.fullmatch(query):
         runs = picked(match["folder"], _options(match))
         best = choose(runs).runs.groupby("scheme")["eval_loss"].mean()
@@ -208,7 +214,7 @@ def written(row: pd.Series, digits: int, signed: bool, with_interval: bool) -> s
 
 def shown(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.2f}".replace("-", "−")
+        return plain(value)
     return f"{value:,}" if isinstance(value, int | np.integer) else str(value)
 
 

@@ -54,6 +54,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def plain(value: float, digits: int = 2, sign: str = "") -> str:
+    """A number with so many digits and a true minus. sign: "+" for a change."""
+    return f"{value:{sign}.{digits}f}".replace("-", "−")
+
+
 def sites() -> str:
     return table(("site", "what it is"), ((f"`{site.name}`", site.label) for site in SITES.values()))
 

@@ -12,7 +12,7 @@ import pytest
 import normlab
 
 ROOT = Path(__file__).parents[1]
-MODULES = ("tables", "bench", "standings", "forms", "names", "queries", "papers", "generate")
+MODULES = ("tables", "bench", "standings", "forms", "queries", "papers", "generate")
 pytestmark = pytest.mark.skipif(not (ROOT / "data").is_dir(), reason="the shipped runs are not in this checkout")
 AT = "@ grid depth=8 lr=0.004"
 
@@ -70,7 +70,7 @@ def test_a_ratio_and_a_schemes_own_value_are_geometric_means(code, packed):
 
 def test_a_table_has_a_cell_per_scheme_and_rate(code, packed):
     lines = [line.strip("| ").split(" | ") for line in code["queries"].answer("table: loss @ gpu depth=24").split("\n")]
-    head, rows = lines[2], {line[0]: line for line in lines[4:] if len(line) > 1}
+    head, rows = lines[0], {line[0]: line for line in lines[2:]}
     pre_ln = rows["Pre-LN"][head.index("0.002") - len(head)]
     assert pre_ln == number(code, "loss: pre_rmsnorm @ gpu depth=24 lr=0.002")
     assert set(rows) == {"Pre-LN", "LNS", "DyT", "BHyT", "Pre-LN, gain λ/κ"}
@@ -103,13 +103,12 @@ def test_a_verdict_or_a_sign_that_the_runs_do_not_give_and_bad_queries_are_refus
 
 
 def test_a_named_mark_is_filled_and_a_bad_one_is_refused(code):
-    filled = code["generate"].filled
-    texts = {"loss": "3.14", "table": "| a |"}
-    assert filled("It is <!-- loss -->?<!-- / -->.", texts, "p") == "It is <!-- loss -->3.14<!-- / -->."
-    assert filled("<!-- table -->\n?<!-- / -->", texts, "p") == "<!-- table -->\n\n| a |\n\n<!-- / -->"
+    fill, texts = code["queries"].fill, {"loss": "3.14", "table": "| a |"}
+    assert fill("It is <!-- loss -->?<!-- / -->.", "p", texts) == "It is <!-- loss -->3.14<!-- / -->."
+    assert fill("<!-- table -->\n?<!-- / -->", "p", texts) == "<!-- table -->\n\n| a |\n\n<!-- / -->"
     for page, message in (("A <!-- los -->?<!-- / -->", "los"), ("A\n<!-- loss -->?<!-- / -->", "begins a line")):
         with pytest.raises(ValueError, match=message):
-            filled(page, texts, "p")
+            fill(page, "p", texts)
 
 
 def test_a_run_that_diverged_is_a_word_in_a_table(code, monkeypatch):
