@@ -14,17 +14,13 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import bench  # noqa: E402
-import forms  # noqa: E402
-import papers  # noqa: E402
-import queries  # noqa: E402
-import standings  # noqa: E402
-import tables  # noqa: E402
-from tables import ROOT  # noqa: E402
+import bench
+import forms
+import papers
+import queries
+import standings
+from tables import ROOT, site_names
 
 PAGES = (
     "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "docs/forms.md", "docs/beside.md",
@@ -51,7 +47,7 @@ def main(arguments: list[str]) -> int:
 def pages() -> dict[str, str]:
     """The pages with the numbers of the shipped tables, and the league as a table."""
     texts = {name: text for part in (standings, papers, bench, forms) for name, text in part.texts().items()}
-    texts["site_names"] = tables.site_names()
+    texts["site_names"] = site_names()
     written = {}
     for name in PAGES:
         written[name] = queries.fill((ROOT / name).read_text(encoding="utf-8"), name, texts)

@@ -128,8 +128,8 @@ class Remote:
             self._get(run, self.copy / run, self._sizes(run))
 
     def upload(self, run: str) -> None:
-        """Upload a finished run, unless it is there."""
-        if self.has(f"{run}/{MANIFEST}"):
+        """Upload a run, if it is finished here and not there."""
+        if not (self.copy / run / MANIFEST).is_file() or self.has(f"{run}/{MANIFEST}"):
             return
         paths = [path for path in (self.copy / run).rglob("*") if path.is_file()]
         for path in sorted(paths, key=lambda path: path.name == MANIFEST):
@@ -203,7 +203,7 @@ def check_root(root: str | Path) -> None:
 def local_folder(out: str | Path, names: Sequence[str]) -> Iterator[Path]:
     """The folder of this machine in which runs for `out` are trained: `out`, or for an address a copy of it.
 
-    names: of the runs that are copied from the address at the start, and uploaded in the end, where they are finished.
+    names: of runs. Those that are finished are copied from the address at the start, and uploaded in the end.
     NormlabError: the directory holds something else, or the address cannot be used.
     """
     if not is_address(out):
@@ -215,8 +215,7 @@ def local_folder(out: str | Path, names: Sequence[str]) -> Iterator[Path]:
         place.fetch(name)
     yield place.copy
     for name in names:
-        if is_run(place.copy / name):
-            place.upload(name)
+        place.upload(name)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -136,16 +136,18 @@ def _run(
     started, is_first = time.perf_counter(), accelerator.is_main_process
     if is_first:
         work.mkdir(parents=True, exist_ok=True)
-    training, measurements = Training(config, corpus, accelerator), Measurements(config, corpus)
-    log, levels = measurements.log, {"unigram_entropy": corpus.unigram_entropy, **measurements.on.count_losses}
-    tokenizer = corpus.tokenizer() if config.keep_weights else None  # now: the cache may be gone in the end
+    training = Training(config, corpus, accelerator)
+    measurements = Measurements(config, corpus)
+    log = measurements.log
     checkpoints = Checkpoints(training, log, manifest, work)
     checkpoints.resume()
     resumed_from = training.done
+    tokenizer = corpus.tokenizer() if config.keep_weights else None  # now: the cache may be gone in the end
     with (
         bar_of("train", config.last_step, show, initial=resumed_from, unit=" steps") as bar,
         (work / store.ROWS if is_first else Path(os.devnull)).open("w") as file,
     ):
+        levels = {"unigram_entropy": corpus.unigram_entropy, **measurements.on.count_losses}
         _append(file, (runs.Row(0, 0, "eval", "model", None, name, "all", level) for name, level in levels.items()))
 
         def tell(step: int) -> bool:
