@@ -2,7 +2,6 @@
 
 `Checkpoints`            of one run: `resume` from the newest that is whole and begun alike, `write` the next
 `can_resume(work, ...)`  True if a run's working directory holds one that was begun alike
-`newest_usable(...)`     the one to resume from; what cannot be used is set aside
 
     checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states
                  stats.parquet    the log up to step N
@@ -50,7 +49,7 @@ class Checkpoints:
 
         NormlabError: it is whole, but holds something else.
         """
-        newest = decided_by_first(self.training.accelerator, lambda: newest_usable(self.work, self.manifest))
+        newest = decided_by_first(self.training.accelerator, lambda: _newest_usable(self.work, self.manifest))
         if newest is None:
             return
         try:
@@ -141,7 +140,7 @@ def can_resume(work: Path, manifest: dict[str, Any]) -> bool:
     return any(not _unlike(checkpoint, manifest) for checkpoint in checkpoints(work))
 
 
-def newest_usable(work: Path, manifest: dict[str, Any]) -> Path | None:
+def _newest_usable(work: Path, manifest: dict[str, Any]) -> Path | None:
     """The newest whole checkpoint that was begun alike. Others before it are set aside, each with a warning."""
     unusable, newest = [], None
     for checkpoint in reversed(checkpoints(work)):

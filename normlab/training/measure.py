@@ -80,7 +80,7 @@ class RunLog:
 
     def restore(self, path: Path) -> None:
         """Go back to the rows of a checkpoint."""
-        self.rows = list(rows_of(pd.read_parquet(path)))
+        self.rows, self._told = list(rows_of(pd.read_parquet(path))), 0
 
     def last(self, metric: str, split: str) -> float | None:
         """The value measured last; None if there is none."""

@@ -1,5 +1,6 @@
 """One run on disk: what it writes, when it is trained again, and what it refuses."""
 
+import contextlib
 import errno
 import json
 import re
@@ -85,6 +86,18 @@ def test_a_finished_run_is_not_trained_again(text, go, tmp_path, monkeypatch):
     run = go(tiny(text), tmp_path)
     monkeypatch.setattr(run_module, "_run", lambda *_: pytest.fail("trained again"))
     assert go(replace(tiny(text), threads=2, keep_weights=False, checkpoint_every=0), tmp_path).path == run.path
+
+
+def test_a_run_that_another_process_finishes_before_the_lock_is_taken_is_not_trained_again(
+    done, text, go, tmp_path, monkeypatch
+):
+    def late(path: Path) -> contextlib.AbstractContextManager:
+        shutil.copytree(done.path, tmp_path / done.name)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(store, "exclusive", late)
+    monkeypatch.setattr(run_module, "_run", lambda *_: pytest.fail("trained again"))
+    assert go(tiny(text), tmp_path).manifest == done.manifest
 
 
 def test_a_finished_run_on_other_text_is_an_error_that_names_the_difference(go, tmp_path):
