@@ -19,6 +19,7 @@ from normlab.probes.checkpoints import Checkpoints, in_backward
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask
 from normlab.probes.hooks import Hook, is_running, uncompiled
+from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
     Refusal,
     are_turned,
@@ -37,7 +38,6 @@ from normlab.probes.layout import (
 from normlab.probes.metrics import MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Sites, sites
 from normlab.probes.statistics import AttentionWatch, Routing, mixers_of, routing_of
-from normlab.probes.stats import LayerStats, manifest
 
 if TYPE_CHECKING:
     import pandas

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from normlab.probes.tokens import FoundTokens
+from normlab.probes.outliers import FoundTokens
 from normlab.report.measure import Measured
 
 FOUND = {"massive_activations": "Massive activations", "attention_sinks": "Attention sinks"}  # by table

@@ -33,7 +33,7 @@ from normlab.probes import (
 )
 from normlab.probes.depth_use import LayerStates, layer_states, maps_between
 from normlab.probes.forward_call import IGNORED_LABEL
-from normlab.probes.tokens import FoundTokens
+from normlab.probes.outliers import FoundTokens
 from normlab.report.inputs import Batches, Loaded
 
 if TYPE_CHECKING:
