@@ -140,9 +140,9 @@ def model_page(measured: Sequence[Measured], about: str, scheme: str | None = No
     opening = f"<p>{html.escape(about)}</p>"
     for one in measured:
         heading = f"<h2>{html.escape(one.name)}</h2>" if one.name else ""
-        facts = [*stack_facts(one), _missing(own[one.name] if len(own) > 1 else shared)]
-        opening += f"{heading}<ul>{''.join(f'<li>{html.escape(fact)}</li>' for fact in facts if fact)}</ul>"
-    opening += f"<p>{html.escape(_missing(shared))}</p>" if len(own) > 1 else ""
+        facts = "".join(f"<li>{html.escape(fact)}</li>" for fact in stack_facts(one))
+        opening += f"{heading}<ul>{facts}</ul>{_missing(own[one.name] if len(own) > 1 else shared)}"
+    opening += _missing(shared) if len(own) > 1 else ""
     return opening, [section for one in measured for section in _sections(one, scheme)]
 
 
@@ -153,7 +153,9 @@ def _shared(missing: Mapping[str, Pairs]) -> tuple[Pairs, dict[str, Pairs]]:
 
 
 def _missing(pairs: Pairs) -> str:
-    return f"Left out: {'; '.join(by_reason(pairs))}." if pairs else ""
+    """What was left out, below a line that opens it."""
+    words = html.escape(f"{'; '.join(by_reason(pairs))}.")
+    return f"<details><summary>Left out, and why</summary><p>{words}</p></details>" if pairs else ""
 
 
 def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
@@ -269,9 +271,9 @@ def series_page(
     for name, ours in table.groupby(by, sort=False):
         stacks = [part for _, part in ours.groupby("stack", sort=False)]
         facts = [fact(part) for fact in (growth, step) for part in stacks]
-        words = " ".join(filter(None, [f"{losses[str(name)]}.", *facts, _missing(own[str(name)])]))
-        items += f"<li><b>{html.escape(str(name))}</b>: {html.escape(words)}</li>"
-    opening = f"<p>{html.escape(about)}</p><ul>{items}</ul><p>{html.escape(_missing(shared))}</p>"
+        words = html.escape(" ".join(filter(None, [f"{losses[str(name)]}.", *facts])))
+        items += f"<li><b>{html.escape(str(name))}</b>: {words}{_missing(own[str(name)])}</li>"
+    opening = f"<p>{html.escape(about)}</p><ul>{items}</ul>{_missing(shared)}"
     sections: list[Section] = []
     counted = table[table["mask"] == "all"]
     for stack, ours in counted.groupby("stack", sort=False):
