@@ -3,6 +3,7 @@
 Section          one folded part of a page: a figure, or HTML
 write_page       an opening, contents and sections as one page
 write_plotly     plotly.js next to pages that read it
+dark_script      figures in dark colours, where the reader's system is dark
 model_page       the page of one model on one text
 series_page      the page of several recordings
 """
@@ -10,6 +11,7 @@ series_page      the page of several recordings
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,23 +33,30 @@ from normlab.figures.report import (
     skip_costs,
     void_shares,
 )
-from normlab.figures.theme import CONFIG
+from normlab.figures.theme import CONFIG, on_dark, plain_template
 from normlab.probes.metrics import metric_row
 from normlab.report.facts import FOUND, by_reason, growth, left_out, stack_facts, step
 from normlab.report.measure import Measured
 
 Pairs = list[tuple[str, str]]  # what was not measured, and why
 PLOTLY_FILE = "plotly.min.js"
-STYLE = """body{font:15px/1.55 Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif;max-width:62rem;
-margin:2rem auto;padding:0 1.2rem;color:#24292f;background:#fff}h1{font-size:26px;overflow-wrap:anywhere}
+STYLE = """:root{color-scheme:light dark;--text:#24292f;--soft:#52606d;--line:#dfe2e6;--card:#f6f7f9;--page:#fff;
+--link:#0b5cad}
+@media (prefers-color-scheme:dark){:root{--text:#e6e8eb;--soft:#a9b1bb;--line:#39414a;--card:#1c2127;--page:#14171b;
+--link:#6cb6ee}}
+body{font:15px/1.55 Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif;max-width:62rem;
+margin:2rem auto;padding:0 1.2rem;color:var(--text);background:var(--page)}h1{font-size:26px;overflow-wrap:anywhere}
 h2{font-size:20px;margin-top:2.4rem}table{border-collapse:collapse;font-size:13px}
-td,th{padding:.15rem .6rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
-td:first-child,th:first-child{text-align:left}pre{background:#f6f7f9;padding:.8rem;white-space:pre-wrap;font-size:12px}
-a{color:#0b5cad}li{margin:.25rem 0;overflow-wrap:anywhere}
+td,th{padding:.15rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+td:first-child,th:first-child{text-align:left}
+pre{background:var(--card);padding:.8rem;white-space:pre-wrap;font-size:12px}
+a{color:var(--link)}li{margin:.25rem 0;overflow-wrap:anywhere}
 nav ul{columns:19rem;padding-left:1.2rem;font-size:14px;margin-top:0}
 nav li{margin:0}nav p{margin:.6rem 0 0}
-details{margin:.3rem 0;border-top:1px solid #e8eaed;padding-top:.3rem}summary{cursor:pointer;font-weight:600}
-details p{margin:.3rem 0;font-size:13px;color:#52606d}.scroll{overflow-x:auto}.wide>div{min-width:40rem}"""
+details{margin:.3rem 0;border-top:1px solid var(--line);padding-top:.3rem}summary{cursor:pointer;font-weight:600}
+details p{margin:.3rem 0;font-size:13px;color:var(--soft)}.scroll{overflow-x:auto}.wide>div{min-width:40rem}
+.scroll::-webkit-scrollbar{height:8px}.scroll::-webkit-scrollbar-thumb{background:#9aa5b1;border-radius:4px}
+.scroll::-webkit-scrollbar-track{background:var(--line);border-radius:4px}"""
 # A figure has no size while it is folded. A link of the contents unfolds what it leads to.
 SCRIPT = """for(const part of document.querySelectorAll("details"))part.addEventListener("toggle",()=>{
 if(part.open)part.querySelectorAll(".plotly-graph-div").forEach(figure=>Plotly.Plots.resize(figure))});
@@ -85,6 +94,15 @@ def _plain(text: str) -> str:
     return text.replace("<br>", " ")
 
 
+def dark_script() -> str:
+    """JavaScript that lets plotly draw figures as `normlab.figures.themed` does, where the reader's system is dark."""
+    looks = json.dumps({"colors": on_dark(), "template": plain_template("dark")})
+    return f"""if(matchMedia("(prefers-color-scheme: dark)").matches){{const newPlot=Plotly.newPlot,looks={looks};
+Plotly.newPlot=(place,data,layout,config)=>{{let text=JSON.stringify({{data,layout}});
+for(const [light,dark] of Object.entries(looks.colors))text=text.replaceAll(light,dark);
+const drawn=JSON.parse(text);return newPlot(place,drawn.data,{{...drawn.layout,template:looks.template}},config)}}}}"""
+
+
 def write_plotly(folder: Path) -> None:
     """Write plotly.js into a folder of pages that read it."""
     (folder / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
@@ -114,6 +132,7 @@ def write_page(folder: Path, title: str, opening: str, sections: Sequence[Sectio
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
         f'<style>{STYLE}</style><script src="{PLOTLY_FILE}"></script>'
+        f"<script>{dark_script()}</script>"
     )
     contents = f"<nav><h2>Contents</h2>{links}</ul></nav>" * (len(sections) > unfolded)
     body = f"<h1>{html.escape(title)}</h1>{opening}{contents}{parts}<script>{SCRIPT}</script>"

@@ -110,7 +110,7 @@ def test_a_model_without_a_language_model_head_is_measured_without_a_loss(tmp_pa
     summary = probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **{**SHAPE, "length": 32})
     page = (tmp_path / "out" / "report.html").read_text()
     for said in (summary, page):
-        assert said.count("no loss: the model has no language-model head") == 1
+        assert said.count("without a loss: the model has no language-model head") == 1
     assert "skip_sensitivity, logit_lens, spans, branches: these need a loss" in page
     assert "turns the stream least" in page and pandas.read_csv(tmp_path / "out" / "void_tokens.csv").shape[0] == 4
     assert {"token_l2_mean", "attention_entropy"} <= set(pandas.read_csv(tmp_path / "out" / "table.csv")["metric"])
@@ -134,7 +134,8 @@ def test_a_head_that_the_files_lack_is_named_and_nothing_is_measured_by_it(saved
     folder = without(saved, tmp_path / "headless", "lm_head")
     summary = probe_report(str(folder), saved / "text.txt", out=tmp_path / "out", **SHAPE)
     page = (tmp_path / "out" / "report.html").read_text()
-    assert all("no loss: the head is random, as the files lack lm_head.weight" in said for said in (summary, page))
+    why = "without a loss: the head is random, as the files lack lm_head.weight"
+    assert why in summary and why in page
     assert "grad_l2_mean" not in set(pandas.read_csv(tmp_path / "out" / "table.csv")["metric"])
     assert "logit_lens, spans, branches: these need a loss" in page
     assert not (tmp_path / "out" / "logit_lens.csv").exists()
@@ -296,7 +297,7 @@ def test_a_model_of_images_is_measured_on_a_folder_of_them(tmp_path):
     table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
     assert "token_l2_mean" in set(table["metric"]) and "grad_l2_mean" not in set(table["metric"])
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "3 images of" in page and "no loss: images have no labels" in page
+    assert "3 images of" in page and "without a loss: images have no labels" in page
     assert "<p>skip_sensitivity, logit_lens, " in page and "attention_sinks: not for images" in page
 
 
