@@ -57,9 +57,12 @@ details{margin:.3rem 0;border-top:1px solid var(--line);padding-top:.3rem}summar
 details p{margin:.3rem 0;font-size:13px;color:var(--soft)}.scroll{overflow-x:auto}.wide>div{min-width:40rem}
 .scroll::-webkit-scrollbar{height:8px}.scroll::-webkit-scrollbar-thumb{background:#9aa5b1;border-radius:4px}
 .scroll::-webkit-scrollbar-track{background:var(--line);border-radius:4px}"""
-# A figure has no size while it is folded. A link of the contents unfolds what it leads to.
+# A figure has no size while it is folded. After a change of width plotly leaves a legend on the axes until it draws
+# anew. A link of the contents unfolds what it leads to.
 SCRIPT = """for(const part of document.querySelectorAll("details"))part.addEventListener("toggle",()=>{
 if(part.open)part.querySelectorAll(".plotly-graph-div").forEach(figure=>Plotly.Plots.resize(figure))});
+let rest;addEventListener("resize",()=>{clearTimeout(rest);rest=setTimeout(()=>
+document.querySelectorAll("details[open] .plotly-graph-div").forEach(figure=>Plotly.redraw(figure)),300)});
 const unfold=hash=>{const part=hash&&document.getElementById(hash.slice(1));if(part)part.open=true};
 document.querySelectorAll("nav a").forEach(link=>link.addEventListener("click",()=>unfold(link.hash)));
 unfold(location.hash);"""
