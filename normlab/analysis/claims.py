@@ -24,6 +24,7 @@ import pandas as pd
 from normlab.analysis.compare import compare
 from normlab.analysis.quantities import DEEP, SIZE, last_values, quantity_row, values_of
 from normlab.analysis.selection import (
+    Selection,
     choose,
     deepest,
     depths_of_most,
@@ -38,7 +39,7 @@ from normlab.errors import NormlabError
 
 MOMENTS = (("before training", 0), ("after training", None))
 HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
-AS_SAID, NOT_AS_SAID = "one seed: as claimed", "one seed: not as claimed"
+AS_SAID, NOT_AS_SAID = "as claimed, one seed", "not as claimed, one seed"
 
 
 def learned(runs: pd.DataFrame) -> pd.DataFrame:
@@ -100,7 +101,7 @@ def extremes(runs: pd.DataFrame) -> pd.DataFrame:
                 continue
             high, low = own.idxmax()[1], own.idxmin()[1]
             found.append(
-                {"depth": int(depth), "learning_rate": chosen.rate(int(depth)), "when": when}
+                {"depth": int(depth), "learning_rate": _rates(chosen, int(depth)), "when": when}
                 | {"largest": f"{title_of(high)} {own.max():.3g}", "smallest": f"{title_of(low)} {own.min():.3g}"}
                 | {"factor": round(own.max() / own.min(), 2)}
             )
@@ -108,15 +109,27 @@ def extremes(runs: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values(["depth", "when"], ascending=[True, False], ignore_index=True)
 
 
+def _rates(chosen: Selection, depth: int) -> str:
+    """The learning rate of one depth, or each with its schemes."""
+    return chosen.rate(depth).partition("learning rate")[2].strip(": ")
+
+
 def apart(runs: pd.DataFrame) -> str:
     """`extremes` in a sentence, of the deepest models that three schemes share; empty where two schemes share none."""
+    depth = deepest(runs)
+    runs = runs[runs["depth"] == depth]
     found = extremes(runs)
-    found = found[found["depth"] == deepest(runs)]
     if found.empty:
         return ""
-    depth, rate = found.loc[found.index[0], ["depth", "learning_rate"]]
-    times = [f"{row.factor:.1f} {row.when} ({row.largest}, {row.smallest})" for row in found.itertuples()]
-    return f"The largest stream after the last of {depth} blocks over the smallest: {', '.join(times)}; {rate}."
+    written = "{0.factor:.1f} times the smallest ({0.largest}, {0.smallest}".format
+    before, after = map(written, found.itertuples())
+    rates = found["learning_rate"].iloc[0]
+    differ = choose(runs, same_rate=True).runs["lr"].nunique() > 1
+    own = ", so the ratio after training is not the effect of normalization alone" if differ else ""
+    return (
+        f"Before training, the largest residual stream after {depth} blocks is {before}; L2 norm of a token). "
+        f"After training it is {after}). Learning rate: {rates}{own}."
+    )
 
 
 def growth(runs: pd.DataFrame) -> pd.DataFrame:
@@ -260,7 +273,7 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
     Returns:
         One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
         rates of `a` and `b`. `ours` is the difference, or the ratio of sizes, with its 95% interval. `says` is "holds",
-        "does not hold", "undecided", "not run", "one seed: ...", or why nothing can be said.
+        "does not hold", "undecided", "not run", "as claimed, one seed" and its opposite, or why nothing can be said.
     """
     depth = deepest(runs) if depth is None else depth
     found = [_measured(runs, claim, depth) for claim in asked]
@@ -281,18 +294,17 @@ def sentence(table: pd.DataFrame) -> str:
     """`tested` in words: its first row that was run, and how many claims hold, or are as said by a single seed."""
     ran = table[table["says"] != NOT_RUN]
     first = (table if ran.empty else ran).iloc[0]
-    place = f", {table.index.name}"
-    of = f" ({first['ours']}{place}, rate {first['rates']})" if first["ours"] else place
+    at = table.index.name
+    of = f" ({first['ours']} {at}, rate {first['rates']})" if first["ours"] else f", {at}"
     holds, fails, so, not_so = (int(table["says"].eq(word).sum()) for word in (HOLDS, FAILS, AS_SAID, NOT_AS_SAID))
-    start = f"{first.name}: {first['says']}{of}."
     if so + not_so and not holds + fails:
+        counts = f"{so} {'is' if so == 1 else 'are'} as claimed and {not_so} not, by one seed"
         rest = len(table) - so - not_so
-        counts = f"{so} of {len(table)} claims are as said, {not_so} not; {rest} cannot be decided here"
-        return f"{start} By one seed {counts}."
-    return (
-        f"{start} Of {len(table)} claims {holds} hold{'s' * (holds == 1)}, {fails} "
-        f"do{'es' * (fails == 1)} not, and {len(table) - holds - fails} cannot be decided here."
-    )
+    else:
+        counts = f"{holds} hold{'s' * (holds == 1)} and {fails} do{'es' * (fails == 1)} not"
+        rest = len(table) - holds - fails
+    undecided = f"; {rest} cannot be decided here" if rest else ""
+    return f"“{first.name}”: {first['says']}{of}. Of {len(table)} claims {counts}{undecided}."
 
 
 def _measured(runs: pd.DataFrame, claim: Claim, depth: int) -> pd.DataFrame:
@@ -330,11 +342,11 @@ def _outcome(row: Any, direction: str) -> str:
 
 
 def _with_interval(row: Any) -> str:
-    """"x 0.30 [0.29, 0.31]" for a ratio, "+0.10 [+0.06, +0.13]" for a difference; nothing without a number."""
+    """"×0.30 [0.29, 0.31]" for a ratio, "+0.10 [+0.06, +0.13]" for a difference; nothing without a number."""
     if not math.isfinite(row.estimate):
         return ""
     written = ("{:.2f}" if row.kind == "ratio" else "{:+.3f}").format
-    return ("x " if row.kind == "ratio" else "") + written(row.estimate) + _ends(row, written)
+    return ("×" if row.kind == "ratio" else "") + written(row.estimate) + _ends(row, written)
 
 
 def _ends(row: Any, written: Callable[[float], str]) -> str:

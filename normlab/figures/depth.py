@@ -212,7 +212,8 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
             row=1,
             col=1,
         )
-    figure.add_vline(x=float(table["entropy"].median()) - MARGIN, line=dict(dash="dot", width=1), row=1, col=1)
+    line = dict(color=theme.NEUTRAL, dash="dot", width=1.4)
+    figure.add_vline(x=float(table["entropy"].median()) - MARGIN, line=line, row=1, col=1)
     for column, (site, metric, when, _) in enumerate(_PROFILES, 2):
         figure.add_trace(_profile(shown, list(table.index), site, metric, when, column), row=1, col=column)
         figure.update_xaxes(tickvals=[0, 0.5, 1], ticktext=["first", "half", "last"], title="layer", row=1, col=column)

@@ -99,7 +99,7 @@ def _heat_map(x: Any, y: Any, z: Any, bar: dict[str, Any], **trace: Any) -> go.F
     """`z` in colours over names or layers."""
     x, y = (axis if isinstance(axis, list) else whole(axis) for axis in (x, y))
     bar = bar | {"outlinewidth": 0}
-    return go.Figure(go.Heatmap(x=x, y=y, z=z, colorscale="Viridis", colorbar=bar, **trace))
+    return go.Figure(go.Heatmap(x=x, y=y, z=z, colorscale=theme.SEQUENTIAL, colorbar=bar, **trace))
 
 
 def _measured(table: pd.DataFrame, metric: str | None, mask: str) -> pd.DataFrame:

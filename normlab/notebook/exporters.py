@@ -21,7 +21,7 @@ from traitlets.config import Config
 
 from normlab.errors import NormlabError
 from normlab.files import whole_files
-from normlab.report.page import PLOTLY_FILE, write_plotly
+from normlab.report.page import PLOTLY_FILE, dark_script, write_plotly
 
 EXPLORER_FILE = "explorer.html"
 MODEL_FILE = "model/index.html"  # `normlab.widgets.live_page`
@@ -49,12 +49,13 @@ def _cleared(*tags: str) -> Config:
 
 
 class StandIns(Preprocessor):
-    """Replaces an explorer by its page, and other controls by a line; sets the page's title."""
+    """Replaces an explorer by its page, and other controls by a line; sets the page's title and figures' dark theme."""
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]) -> tuple[NotebookNode, dict[str, Any]]:
         title, _ = claim_of(nb)
         if title:
             nb.metadata["title"] = title
+        resources["dark_script"] = dark_script()
         return super().preprocess(nb, resources)
 
     def preprocess_cell(
@@ -73,10 +74,10 @@ class StandIns(Preprocessor):
 def _live_frame(widget: str, cell: NotebookNode) -> str:
     """The page that replaces a widget; nothing where there is none."""
     tags = cell.metadata.get("tags", ())
-    view = ["dark=0", *(tag.removeprefix(EXPLORER_TAG) for tag in tags if tag.startswith(EXPLORER_TAG))]
+    view = "&".join(tag.removeprefix(EXPLORER_TAG) for tag in tags if tag.startswith(EXPLORER_TAG))
     pages = {
-        "NormExplorer": ("the explorer", f"{EXPLORER_FILE}#{'&'.join(view)}"),
-        "Intervene": ("a trained model", f"{MODEL_FILE}#dark=0&step=none"),
+        "NormExplorer": ("the explorer", f"{EXPLORER_FILE}#{view}"),
+        "Intervene": ("a trained model", f"{MODEL_FILE}#step=none"),
     }
     if widget not in pages:
         return ""

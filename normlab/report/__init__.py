@@ -193,7 +193,7 @@ def _series(
         table = _table(stacks)
         table.insert(0, by, label)
         tables.append(table)
-        about = f"{len(losses)} texts" if by == "text" else _about(data, path)
+        about = f"One model on {len(losses)} texts" if by == "text" else _about(data, path)
         del stacks, data  # which know the model
     table = pandas.concat(tables, ignore_index=True)
     shorter = short_names(named.values())

@@ -30,7 +30,7 @@ def stack_facts(one: Measured) -> list[str]:
     """Sentences on one stack; what was not measured has none."""
     table = one.values
     facts = [growth(table), step(table), _cheapest(one)]
-    facts.append(" ".join(_tokens(one, name) + _learned(one.found[name]) for name in FOUND if name in one.found))
+    facts += [_tokens(one, name) + _learned(one.found[name]) for name in FOUND if name in one.found]
     return [fact for fact in facts if fact]
 
 

@@ -74,7 +74,7 @@ class Measured:
     def loss_line(self, loaded: Loaded) -> str:
         """The loss, and whether it is worse than all tokens alike; or why there is none."""
         if self.loss is None:
-            return f"no loss: {loaded.no_loss}"
+            return f"measured without a loss: {loaded.no_loss}"
         line, guess = f"loss {self.loss:.4f} nats a label", math.log(self.choices) if self.choices else math.inf
         if not self.loss > guess:  # a loss that is no number is not
             return line

@@ -3,6 +3,7 @@
 Section          one folded part of a page: a figure, or HTML
 write_page       an opening, contents and sections as one page
 write_plotly     plotly.js next to pages that read it
+dark_script      figures in dark colours, where the reader's system is dark
 model_page       the page of one model on one text
 series_page      the page of several recordings
 """
@@ -10,6 +11,7 @@ series_page      the page of several recordings
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,26 +33,36 @@ from normlab.figures.report import (
     skip_costs,
     void_shares,
 )
-from normlab.figures.theme import CONFIG
+from normlab.figures.theme import CONFIG, on_dark, plain_template
 from normlab.probes.metrics import metric_row
 from normlab.report.facts import FOUND, by_reason, growth, left_out, stack_facts, step
 from normlab.report.measure import Measured
 
 Pairs = list[tuple[str, str]]  # what was not measured, and why
 PLOTLY_FILE = "plotly.min.js"
-STYLE = """body{font:15px/1.55 Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif;max-width:62rem;
-margin:2rem auto;padding:0 1.2rem;color:#24292f;background:#fff}h1{font-size:26px;overflow-wrap:anywhere}
+STYLE = """:root{color-scheme:light dark;--text:#24292f;--soft:#52606d;--line:#dfe2e6;--card:#f6f7f9;--page:#fff;
+--link:#0b5cad}
+@media (prefers-color-scheme:dark){:root{--text:#e6e8eb;--soft:#a9b1bb;--line:#39414a;--card:#1c2127;--page:#14171b;
+--link:#6cb6ee}}
+body{font:15px/1.55 Inter,'Helvetica Neue',Helvetica,Arial,'Liberation Sans',sans-serif;max-width:62rem;
+margin:2rem auto;padding:0 1.2rem;color:var(--text);background:var(--page)}h1{font-size:26px;overflow-wrap:anywhere}
 h2{font-size:20px;margin-top:2.4rem}table{border-collapse:collapse;font-size:13px}
-td,th{padding:.15rem .6rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
-td:first-child,th:first-child{text-align:left}pre{background:#f6f7f9;padding:.8rem;white-space:pre-wrap;font-size:12px}
-a{color:#0b5cad}li{margin:.25rem 0;overflow-wrap:anywhere}
+td,th{padding:.15rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+td:first-child,th:first-child{text-align:left}
+pre{background:var(--card);padding:.8rem;white-space:pre-wrap;font-size:12px}
+a{color:var(--link)}li{margin:.25rem 0;overflow-wrap:anywhere}
 nav ul{columns:19rem;padding-left:1.2rem;font-size:14px;margin-top:0}
 nav li{margin:0}nav p{margin:.6rem 0 0}
-details{margin:.3rem 0;border-top:1px solid #e8eaed;padding-top:.3rem}summary{cursor:pointer;font-weight:600}
-details p{margin:.3rem 0;font-size:13px;color:#52606d}.scroll{overflow-x:auto}.wide>div{min-width:40rem}"""
-# A figure has no size while it is folded. A link of the contents unfolds what it leads to.
+details{margin:.3rem 0;border-top:1px solid var(--line);padding-top:.3rem}summary{cursor:pointer;font-weight:600}
+details p{margin:.3rem 0;font-size:13px;color:var(--soft)}.scroll{overflow-x:auto}.wide>div{min-width:40rem}
+.scroll::-webkit-scrollbar{height:8px}.scroll::-webkit-scrollbar-thumb{background:#9aa5b1;border-radius:4px}
+.scroll::-webkit-scrollbar-track{background:var(--line);border-radius:4px}"""
+# A figure has no size while it is folded. After a change of width plotly leaves a legend on the axes until it draws
+# anew. A link of the contents unfolds what it leads to.
 SCRIPT = """for(const part of document.querySelectorAll("details"))part.addEventListener("toggle",()=>{
 if(part.open)part.querySelectorAll(".plotly-graph-div").forEach(figure=>Plotly.Plots.resize(figure))});
+let rest;addEventListener("resize",()=>{clearTimeout(rest);rest=setTimeout(()=>
+document.querySelectorAll("details[open] .plotly-graph-div").forEach(figure=>Plotly.redraw(figure)),300)});
 const unfold=hash=>{const part=hash&&document.getElementById(hash.slice(1));if(part)part.open=true};
 document.querySelectorAll("nav a").forEach(link=>link.addEventListener("click",()=>unfold(link.hash)));
 unfold(location.hash);"""
@@ -85,6 +97,15 @@ def _plain(text: str) -> str:
     return text.replace("<br>", " ")
 
 
+def dark_script() -> str:
+    """JavaScript that lets plotly draw figures as `normlab.figures.themed` does, where the reader's system is dark."""
+    looks = json.dumps({"colors": on_dark(), "template": plain_template("dark")})
+    return f"""if(matchMedia("(prefers-color-scheme: dark)").matches){{const newPlot=Plotly.newPlot,looks={looks};
+Plotly.newPlot=(place,data,layout,config)=>{{let text=JSON.stringify({{data,layout}});
+for(const [light,dark] of Object.entries(looks.colors))text=text.replaceAll(light,dark);
+const drawn=JSON.parse(text);return newPlot(place,drawn.data,{{...drawn.layout,template:looks.template}},config)}}}}"""
+
+
 def write_plotly(folder: Path) -> None:
     """Write plotly.js into a folder of pages that read it."""
     (folder / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
@@ -114,6 +135,7 @@ def write_page(folder: Path, title: str, opening: str, sections: Sequence[Sectio
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
         f'<style>{STYLE}</style><script src="{PLOTLY_FILE}"></script>'
+        f"<script>{dark_script()}</script>"
     )
     contents = f"<nav><h2>Contents</h2>{links}</ul></nav>" * (len(sections) > unfolded)
     body = f"<h1>{html.escape(title)}</h1>{opening}{contents}{parts}<script>{SCRIPT}</script>"
@@ -140,9 +162,9 @@ def model_page(measured: Sequence[Measured], about: str, scheme: str | None = No
     opening = f"<p>{html.escape(about)}</p>"
     for one in measured:
         heading = f"<h2>{html.escape(one.name)}</h2>" if one.name else ""
-        facts = [*stack_facts(one), _missing(own[one.name] if len(own) > 1 else shared)]
-        opening += f"{heading}<ul>{''.join(f'<li>{html.escape(fact)}</li>' for fact in facts if fact)}</ul>"
-    opening += f"<p>{html.escape(_missing(shared))}</p>" if len(own) > 1 else ""
+        facts = "".join(f"<li>{html.escape(fact)}</li>" for fact in stack_facts(one))
+        opening += f"{heading}<ul>{facts}</ul>{_missing(own[one.name] if len(own) > 1 else shared)}"
+    opening += _missing(shared) if len(own) > 1 else ""
     return opening, [section for one in measured for section in _sections(one, scheme)]
 
 
@@ -153,7 +175,9 @@ def _shared(missing: Mapping[str, Pairs]) -> tuple[Pairs, dict[str, Pairs]]:
 
 
 def _missing(pairs: Pairs) -> str:
-    return f"Left out: {'; '.join(by_reason(pairs))}." if pairs else ""
+    """What was left out, below a line that opens it."""
+    words = html.escape(f"{'; '.join(by_reason(pairs))}.")
+    return f"<details><summary>Left out, and why</summary><p>{words}</p></details>" if pairs else ""
 
 
 def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
@@ -269,9 +293,9 @@ def series_page(
     for name, ours in table.groupby(by, sort=False):
         stacks = [part for _, part in ours.groupby("stack", sort=False)]
         facts = [fact(part) for fact in (growth, step) for part in stacks]
-        words = " ".join(filter(None, [f"{losses[str(name)]}.", *facts, _missing(own[str(name)])]))
-        items += f"<li><b>{html.escape(str(name))}</b>: {html.escape(words)}</li>"
-    opening = f"<p>{html.escape(about)}</p><ul>{items}</ul><p>{html.escape(_missing(shared))}</p>"
+        words = html.escape(" ".join(filter(None, [f"{losses[str(name)]}.", *facts])))
+        items += f"<li><b>{html.escape(str(name))}</b>: {words}{_missing(own[str(name)])}</li>"
+    opening = f"<p>{html.escape(about)}</p><ul>{items}</ul>{_missing(shared)}"
     sections: list[Section] = []
     counted = table[table["mask"] == "all"]
     for stack, ours in counted.groupby("stack", sort=False):

@@ -27,9 +27,9 @@ from normlab.figures.theme import message_figure, on_dark, style_of, template
 from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import PageWidget, plotly_text, static_text, write_page
 
-_ABOUT = """Small language models that differ in nothing but their normalization, trained on the same text from the same
-seeds. Choose what was measured, move the sliders, and hover over a line for its value. Nothing is fetched: the data are
-in this page, and its address keeps the view you chose."""
+_ABOUT = """Small language models, trained on the same text from the same seeds. They differ in their normalization and,
+at the rate best, in their learning rate. Choose what was measured, move the sliders, and hover over a line for its
+value. Nothing is fetched: the data are in this page, and its address keeps the view you chose."""
 DEFAULT_SITES = ("block_out", "block_in_grad")
 ABSOLUTE, RELATIVE = "absolute", "relative"
 _DIGITS = 4  # significant ones: what a plot can show, at half the size

@@ -188,9 +188,13 @@ def test_the_extremes_are_the_geometric_means_of_the_last_layer():
     assert claims.extremes(table(("lns",))).empty, "one scheme is neither"
     assert claims.apart(table(("lns",))) == ""
     deep = found[found["depth"] == 4]
-    said = claims.apart(table(SCHEMES, depths=(2, 4)))
-    assert "after the last of 4 blocks" in said
-    assert all(f"{row.factor:.1f} {row.when} ({row.largest}, {row.smallest})" in said for row in deep.itertuples())
+    runs = table(SCHEMES, depths=(2, 4))
+    said = claims.apart(runs)
+    assert "stream after 4 blocks" in said and said.endswith("Learning rate: 0.001.")
+    written = "{0.factor:.1f} times the smallest ({0.largest}, {0.smallest}".format
+    assert all(written(row) in said for row in deep.itertuples())
+    runs.loc[runs["scheme"] == "lns", "lr"] *= 2
+    assert "0.002 (LNS), so the ratio after training is not the effect of normalization alone" in claims.apart(runs)
 
 
 def test_claims_hold_do_not_hold_or_cannot_be_decided(losses):
@@ -211,9 +215,10 @@ def test_claims_hold_do_not_hold_or_cannot_be_decided(losses):
     gap = np.mean([losses["lns", 16, k] - losses["pre_rmsnorm", 16, k] for k in range(3)])
     assert table.loc["LNS is lower", "ours"].startswith(f"{gap:+.3f} [") and table.index.name == "at 16 blocks"
     grown = np.exp(np.log(activation("pre_rmsnorm", 16, 20) / activation("pre_rmsnorm", 1, 20)))
-    assert table.loc["Pre-LN grows", "ours"].startswith(f"x {grown:.2f} [")
+    assert table.loc["Pre-LN grows", "ours"].startswith(f"×{grown:.2f} [")
     said = claims.sentence(table)
-    assert said.startswith("LNS is lower: holds (") and said.endswith("2 hold, 2 do not, and 2 cannot be decided here.")
+    assert said.startswith("“LNS is lower”: holds (")
+    assert said.endswith("2 hold and 2 do not; 2 cannot be decided here.")
     alike = claims.tested(runs, [lower._replace(direction="alike")], depth=4)
     assert alike["says"].tolist() == ["holds"], "noise of 0.003 nats"
 
@@ -223,10 +228,10 @@ def test_one_seed_says_whether_it_is_as_claimed_and_decides_nothing():
     asked = [lower, lower._replace(says="LNS is larger", direction="above")]
     runs = table(SCHEMES, seeds=(0,))
     found = claims.tested(runs, asked)
-    assert found["says"].tolist() == ["one seed: as claimed", "one seed: not as claimed"]
+    assert found["says"].tolist() == ["as claimed, one seed", "not as claimed, one seed"]
     assert set(found["seeds"]) == {1} and not found["ours"].str.contains("[", regex=False).any()
     said = claims.sentence(claims.tested(runs, [*asked, lower._replace(says="DyT", b="dyt")]))
-    assert said.endswith("By one seed 1 of 3 claims are as said, 1 not; 1 cannot be decided here.")
+    assert said.endswith("Of 3 claims 1 is as claimed and 1 not, by one seed; 1 cannot be decided here.")
     assert claims.tested(runs, [lower._replace(b="dyt")])["says"].tolist() == ["not run"]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import browser_helpers
 import nbformat
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 from figures_helpers import table
 from nbformat import NotebookNode
@@ -19,6 +20,7 @@ from plotly.offline import get_plotlyjs
 
 from normlab.errors import NormlabError
 from normlab.figures import loss_curves
+from normlab.figures.theme import style_of, titled
 from normlab.notebook.exporters import ImageNotebook, NotebookPage, share_plotly
 from normlab.widgets import NormExplorer, explorer_page
 
@@ -61,9 +63,9 @@ def test_a_page_holds_its_figures_and_shares_plotly():
 
 def test_an_explorer_stands_where_its_widget_stood_and_opens_as_the_cell_says():
     text = NormExplorer(table())._repr_mimebundle_()[0]["text/plain"]
-    assert frames_in(page_of(executed(shows(text)))) == ["explorer.html#dark=0"]
+    assert frames_in(page_of(executed(shows(text)))) == ["explorer.html#"]
     page = page_of(executed(shows(text), tags=("explorer:way=relative",)))
-    assert frames_in(page) == ["explorer.html#dark=0&way=relative"]
+    assert frames_in(page) == ["explorer.html#way=relative"]
 
 
 def test_other_controls_leave_their_picture_or_a_line_that_says_what_they_need():
@@ -71,7 +73,7 @@ def test_other_controls_leave_their_picture_or_a_line_that_says_what_they_need()
     assert not frames_in(page) and 'class="needs-kernel"' in page and "SkipMap(" not in page
     page = page_of(executed(shows("SkipMap(children=())", **{PLOTLY: {"data": [], "layout": {}}})))
     assert 'draw("figure-' in page and '<p class="needs-kernel"' not in page and "SkipMap(" not in page
-    assert frames_in(page_of(executed(shows("Intervene(Model)")))) == ["model/index.html#dark=0&step=none"]
+    assert frames_in(page_of(executed(shows("Intervene(Model)")))) == ["model/index.html#step=none"]
 
 
 def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path, chromium):
@@ -83,22 +85,36 @@ def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path, chrom
         frame = page.frame_locator("iframe.explorer")
         frame.locator(".js-plotly-plot .scatterlayer .trace").first.wait_for()
         assert frame.locator("[name=way]").input_value() == "relative"
+        tall = frame.locator("html").evaluate("page => page.offsetHeight")
+        page.wait_for_function("tall => document.querySelector('iframe').clientHeight === tall", arg=tall)
 
 
-def test_a_title_stands_whole_above_its_figure_on_a_small_screen(tmp_path, chromium):
-    drawn = loss_curves(table())
-    figure = nbformat.v4.new_output("display_data", {PLOTLY: json.loads(drawn.to_json())})
-    (tmp_path / "page.html").write_text(page_of(executed(figure)))
+def test_on_a_small_screen_a_title_is_whole_and_a_figure_fits_or_scrolls_with_a_hint(tmp_path, chromium):
+    lines = go.Figure([go.Scatter(x=[1, 2], y=[1, 2], name=name) for name in ("one", "two")])
+    drawn = loss_curves(table()), titled(lines, "Two lines", "", 400)
+    shown = [nbformat.v4.new_output("display_data", {PLOTLY: json.loads(figure.to_json())}) for figure in drawn]
+    (tmp_path / "page.html").write_text(page_of(executed(*shown)))
     (tmp_path / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
     with browser_helpers.page_of(chromium) as (page, errors):
+        page.emulate_media(color_scheme="dark")
         page.set_viewport_size({"width": 390, "height": 800})
         page.goto((tmp_path / "page.html").as_uri())
-        page.locator(".js-plotly-plot .main-svg").first.wait_for()
-        title = page.locator("figcaption > b")
-        assert title.inner_text() == re.sub("<br>", " ", drawn.layout.title.text)
-        box = title.bounding_box()
-        assert box["x"] + box["width"] <= 390 and page.evaluate("document.documentElement.scrollWidth") == 390
+        wide, narrow = page.locator(".figure").all()
+        narrow.locator(".legend").wait_for()
+        title = page.locator("figcaption > b").first
+        assert title.inner_text() == re.sub("<br>", " ", drawn[0].layout.title.text)
+        for whole in (title, narrow.locator(".main-svg").first, narrow.locator(".legend")):
+            box = whole.bounding_box()
+            assert box["x"] + box["width"] <= 390
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert page.locator(".gtitle").count() == 0 and not errors
+        papers = [narrow.locator(".main-svg").first, page.locator("body")]
+        assert {paper.evaluate("it => getComputedStyle(it).backgroundColor") for paper in papers} == {"rgb(20, 23, 27)"}
+        assert style_of("pre_rmsnorm", "dark").color in wide.evaluate("it => JSON.stringify(it.firstElementChild.data)")
+        page.locator(".figure.more").wait_for()
+        assert "more" in wide.get_attribute("class") and "more" not in narrow.get_attribute("class")
+        wide.evaluate("box => box.scrollTo(box.scrollWidth, 0)")
+        page.locator(".figure.more").wait_for(state="detached")
 
 
 def test_a_dot_beside_a_heat_map_keeps_its_colour():

@@ -74,7 +74,8 @@ def test_start_here_says_how_far_schemes_are_apart_and_opens_the_explorer(tmp_pa
         high, low = last_layer("pre_rmsnorm", 4, step), last_layer("bhyt", 4, step)
         assert row["largest"] == f"Pre-LN {high:.3g}" and row["smallest"] == f"BHyT {low:.3g}"
         assert float(row["factor"]) == pytest.approx(high / low, abs=0.01)
-        assert f"{float(row['factor']):.1f} {when} ({row['largest']}, {row['smallest']})" in printed(notebook)
+        ratio = f"{float(row['factor']):.1f} times the smallest"
+        assert f"{ratio} ({row['largest']}, {row['smallest']}" in printed(notebook)
 
 
 def test_start_here_leads_to_every_other_notebook():
@@ -122,11 +123,11 @@ def test_the_curse_of_depth_says_what_became_of_its_claims(curse):
     assert "1,000 blocks" in far
     assert said.columns[0] == "at 4 blocks" and set(said["rates"]) == {"0.001"}
     grows = says(said, "Pre-LN's stream grows from block 1 to the last")
-    assert grows["says"] == "holds" and grows["ours"].startswith(f"x {own['pre_rmsnorm']:.2f} [")
+    assert grows["says"] == "holds" and grows["ours"].startswith(f"×{own['pre_rmsnorm']:.2f} [")
     less = says(said, "LNS's stream grows less than Pre-LN's")
-    assert less["says"] == "holds" and less["ours"].startswith(f"x {own['lns'] / own['pre_rmsnorm']:.2f} [")
+    assert less["says"] == "holds" and less["ours"].startswith(f"×{own['lns'] / own['pre_rmsnorm']:.2f} [")
     assert says(said, "LNS's loss is below Pre-LN's")["says"] == "does not hold"
-    assert printed_first(curse).startswith("Pre-LN's stream grows from block 1 to the last: holds (x ")
+    assert printed_first(curse).startswith("“Pre-LN's stream grows from block 1 to the last”: holds (×")
 
 
 def printed_first(notebook: nbformat.NotebookNode) -> str:
@@ -171,7 +172,7 @@ def test_the_explorer_notebook_compares_with_the_reference_by_pairs(tmp_path, ru
     ratio = activation("lns", 4, 20) / activation("pre_rmsnorm", 4, 20)
     assert line["y"][-1] == pytest.approx(ratio)
     assert "paired by seed" in figure["layout"]["yaxis"]["title"]["text"]
-    assert says(tables_in(notebook)[0], "LNS's stream ends smaller")["ours"].startswith(f"x {ratio:.2f}")
+    assert says(tables_in(notebook)[0], "LNS's stream ends smaller")["ours"].startswith(f"×{ratio:.2f}")
 
 
 @pytest.mark.slow
@@ -180,7 +181,7 @@ def test_bhyt_stability_keeps_the_controls_beside_it(stability):
         assert set(SCHEMES) == schemes_of(figure)
     *_, said, limits = tables_in(stability)
     ratio = activation("bhyt", 4, 20) / activation("bhyt_linear", 4, 20)
-    assert says(said, "It ends smaller than without tanh")["ours"].startswith(f"x {ratio:.2f}")
+    assert says(said, "It ends smaller than without tanh")["ours"].startswith(f"×{ratio:.2f}")
     assert says(said, "BHyT's loss is below Pre-LN's")["ours"].startswith("+0.200")
     assert says(said, "Carrying a statistic costs no loss")["says"] == "not run"
     assert set(limits["met"]) == {"no"}
@@ -238,7 +239,7 @@ def test_gain_or_bound_sets_the_control_beside_bhyt_at_each_rate_and_by_layer(tm
     assert len(by_loss) == 1 and limits["width"].tolist() == ["128", "512", "1024", "2048", "4096"]
     assert set(reached["width"]) == {"512"} and set(reached["scheme"]) == {"BHyT"}
     smaller = says(said, "The control's stream ends smaller than BHyT's")
-    assert smaller["ours"].startswith(f"x {1 / ratio:.2f}") and smaller["says"] in ("holds", "does not hold")
+    assert smaller["ours"].startswith(f"×{1 / ratio:.2f}") and smaller["says"] in ("holds", "does not hold")
 
 
 def test_the_kernels_notebook_has_one_figure_and_one_table(tmp_path):

@@ -69,7 +69,7 @@ def test_a_saved_model_and_a_text_give_tables_and_a_page_that_fetches_nothing(pr
     page = (folder / "report.html").read_text()
     assert page.count("Plotly.newPlot(") == page.count('"showSendToCloud": false') > 0  # no button that uploads
     assert "skip_delta_loss" in page and "tanh_input_max, " in page
-    assert "Left out: sink_share, " in page
+    assert "<summary>Left out, and why</summary><p>sink_share, " in page
     assert len(page) < 1_000_000 and page.count("<script src=") == page.count('<script src="plotly.min.js">') == 1
     assert (folder / "plotly.min.js").stat().st_size > 1_000_000 and "simple_white" not in page
     skipped = pandas.read_csv(folder / "skip_sensitivity.csv")
@@ -83,8 +83,8 @@ def test_the_page_opens_with_facts_then_links_then_folded_figures_without_a_path
     page = (folder / "report.html").read_text()
     opening, _, rest = page.partition("<h2>Contents</h2>")
     facts = re.findall("<li>(.*?)</li>", opening)
-    assert [fact.split()[0] for fact in facts] == ["The", "Block", "Cheapest", "Massive", "Left"]
-    assert "Attention sinks: " in facts[3]
+    assert [fact.split()[0] for fact in facts] == ["The", "Block", "Cheapest", "Massive", "Attention"]
+    assert facts[4].startswith("Attention sinks: ")
     parts = re.findall('<details id="(.*?)"(.*?)><summary>(.*?)</summary>', rest)
     assert re.findall('<a href="#(.*?)">(.*?)</a>', rest) == [(name, title) for name, _, title in parts]
     assert [is_open for _, is_open, _ in parts] == [" open"] * 2 + [""] * (len(parts) - 2)
@@ -110,7 +110,7 @@ def test_a_model_without_a_language_model_head_is_measured_without_a_loss(tmp_pa
     summary = probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **{**SHAPE, "length": 32})
     page = (tmp_path / "out" / "report.html").read_text()
     for said in (summary, page):
-        assert said.count("no loss: the model has no language-model head") == 1
+        assert said.count("without a loss: the model has no language-model head") == 1
     assert "skip_sensitivity, logit_lens, spans, branches: these need a loss" in page
     assert "turns the stream least" in page and pandas.read_csv(tmp_path / "out" / "void_tokens.csv").shape[0] == 4
     assert {"token_l2_mean", "attention_entropy"} <= set(pandas.read_csv(tmp_path / "out" / "table.csv")["metric"])
@@ -134,7 +134,8 @@ def test_a_head_that_the_files_lack_is_named_and_nothing_is_measured_by_it(saved
     folder = without(saved, tmp_path / "headless", "lm_head")
     summary = probe_report(str(folder), saved / "text.txt", out=tmp_path / "out", **SHAPE)
     page = (tmp_path / "out" / "report.html").read_text()
-    assert all("no loss: the head is random, as the files lack lm_head.weight" in said for said in (summary, page))
+    why = "without a loss: the head is random, as the files lack lm_head.weight"
+    assert why in summary and why in page
     assert "grad_l2_mean" not in set(pandas.read_csv(tmp_path / "out" / "table.csv")["metric"])
     assert "logit_lens, spans, branches: these need a loss" in page
     assert not (tmp_path / "out" / "logit_lens.csv").exists()
@@ -275,7 +276,7 @@ def test_an_experiment_that_fails_in_the_models_code_is_left_out_by_name(saved, 
     model.model.layers[1].register_forward_pre_hook(hook, with_kwargs=True)
     probe_report(model, saved / "text.txt", tokenizer=hf.AutoTokenizer.from_pretrained(saved), out=tmp_path, **SHAPE)
     page = (tmp_path / "report.html").read_text()
-    assert re.search("Left out: skip_sensitivity, .*: KeyError: &#x27;mine&#x27;", page)
+    assert re.search("Left out, and why</summary><p>skip_sensitivity, .*: KeyError: &#x27;mine&#x27;", page)
     assert "token_l2_mean" in set(pandas.read_parquet(tmp_path / "table.parquet")["metric"])
 
 
@@ -296,8 +297,8 @@ def test_a_model_of_images_is_measured_on_a_folder_of_them(tmp_path):
     table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
     assert "token_l2_mean" in set(table["metric"]) and "grad_l2_mean" not in set(table["metric"])
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "3 images of" in page and "no loss: images have no labels" in page
-    assert "Left out: skip_sensitivity, logit_lens, " in page and "attention_sinks: not for images" in page
+    assert "3 images of" in page and "without a loss: images have no labels" in page
+    assert "<p>skip_sensitivity, logit_lens, " in page and "attention_sinks: not for images" in page
 
 
 def test_revisions_are_layers_over_training_in_their_order(saved, tmp_path):

@@ -14,7 +14,8 @@ const fitted = ({ lines = [], bars = null }) => (bars ? [bars] : lines).flatMap(
    A value of null is a gap. `percent`: the axis counts shares. `fits`: the values that the axis has room for. A dot is a mark over a
    bar, and lies at the axis' end where it is beyond. */
 function chart(element, { title, y, xs, width, lines = [], bars = null, dots = null, percent = false }, fits) {
-  const series = bars ? [bars, ...(dots ? [dots] : [])] : lines, box = { left: 46, right: bars ? 12 : 92, top: bars ? 30 : 14, bottom: 38 };
+  const series = bars ? [bars, ...(dots ? [dots] : [])] : lines, labelled = lines.filter(line => line.label !== false);
+  const box = { left: 46, right: labelled.length ? 92 : 12, top: bars ? 30 : 14, bottom: 38 };
   const low = Math.min(0, ...fits), high = Math.max(...fits, low + (percent ? 0.01 : 0.1));
   const step = niceStep(high - low), top = Math.ceil(high / step) * step;
   const inner = width - box.left - box.right, pad = bars ? 0.5 : 0;
@@ -49,7 +50,7 @@ function chart(element, { title, y, xs, width, lines = [], bars = null, dots = n
     });
     parts.push(`<path class="line" d="${path.join("")}" stroke="${color}" stroke-dasharray="${dash ?? ""}"/>`);
   }
-  const named = lines.filter(line => line.label !== false).map(({ name, color, values }) => ({ name, color, y: py(values.findLast(Number.isFinite)) }));
+  const named = labelled.map(({ name, color, values }) => ({ name, color, y: py(values.findLast(Number.isFinite)) }));
   named.sort((a, b) => a.y - b.y).forEach((label, place) => { // names do not overlap
     if (place) label.y = Math.max(label.y, named[place - 1].y + 14);
     label.y = Math.min(label.y, HEIGHT - box.bottom + 4 - 14 * (named.length - 1 - place));

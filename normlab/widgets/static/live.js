@@ -95,7 +95,7 @@ class Panel {
       element("div", { className: "charts" }, part("profile"), part("cost"), element("div", {}, element("h3", { textContent: "next token" }),
         element("p", { className: "unit", textContent: "probability; grey: as trained" }), part("next")), part("share")),
       element("div", {}, element("h3", { textContent: "loss by token" }),
-        element("p", { className: "unit", textContent: "darker: more nats; underlined: at least 1 more than as trained. Choose a token to see what follows." }), part("text")));
+        element("p", { className: "unit", textContent: "stronger colour: more nats; underlined: at least 1 more than as trained. Choose a token to see what follows." }), part("text")));
     this.share.hidden = !model.traits.includes("slope");
     const facts = [model.rate != null && `learning rate ${model.rate}`, model.held_out != null && `held-out loss ${model.held_out.toFixed(3)}`].filter(Boolean);
     this.head.append(element("h2", { textContent: model.title }), ...(facts.length ? [element("p", { className: "facts", textContent: facts.join(" · ") })] : []),
@@ -199,7 +199,7 @@ class Panel {
     this.cost.classList.toggle("stale", this.stale);
     this.cost.classList.toggle("other", !this.known);
     for (const [name, shown] of Object.entries(charts)) if (!this[name].hidden) chart(this[name], { ...shown, width }, fits[name]);
-    const most = 8; // nats at which a token is as dark as it gets
+    const most = 8; // nats at which a token has the strongest colour
     [...this.text.children].forEach((word, place) => {
       const nats = place ? now.losses[place - 1] : 0, old = place ? before.losses[place - 1] : 0;
       word.style.setProperty("--heat", `${Math.round(62 * Math.min(nats / most, 1))}%`);

@@ -32,3 +32,5 @@ function followDark(act) {
 }
 const isDark = () => document.body.classList.contains("dark");
 const root = document.querySelector("main"), read = unzip(document.getElementById("data").textContent).json();
+/* In a frame: tell the page around it how tall this one is. */
+if (parent !== window) new ResizeObserver(() => parent.postMessage({ height: document.documentElement.offsetHeight }, "*")).observe(document.documentElement);
