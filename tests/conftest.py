@@ -125,9 +125,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """The collector leaves alone what imports brought, and what lasts to the end. Otherwise it goes through all of it
-    again and again, which takes a seventh of the tests' time."""
+    again and again, which takes a seventh of the tests' time. What a test makes is looked through seldom: a test that
+    needs a circle to be gone collects itself."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_sessionfinish() -> None:
