@@ -1,7 +1,9 @@
 """JupyterLab in a browser without a screen, for measuring the widgets and for testing them.
 
 find_browser    path of a Chromium or Chrome
-page_of         a browser page, and the errors of its console
+browser_of      a browser
+page_in         a page in it, and the errors of its console
+page_of         the same in a browser of its own
 serve           a server of web pages
 jupyter_lab     a server over a folder of notebooks
 open_notebook   open one of them, and wait for its kernel
@@ -35,18 +37,32 @@ def find_browser() -> str | None:
 
 
 @contextmanager
-def page_of(chromium: str, width: int = 1280, height: int = 900, **options: Any) -> Iterator[tuple[Any, list[str]]]:
-    """A browser page of that many pixels, and the list of errors that its console and scripts report."""
+def browser_of(chromium: str) -> Iterator[Any]:
+    """A browser for pages of `page_in`. It takes a second of processor time to start. No asyncio runs beside it."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        page = browser.new_page(viewport={"width": width, "height": height}, **options)
-        errors: list[str] = []
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        yield page, errors
+        yield browser
         browser.close()
+
+
+@contextmanager
+def page_in(browser: Any, width: int = 1280, height: int = 900, **options: Any) -> Iterator[tuple[Any, list[str]]]:
+    """A page of that many pixels, and the list of errors that its console and scripts report."""
+    page = browser.new_page(viewport={"width": width, "height": height}, **options)
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page, errors
+    page.close()
+
+
+@contextmanager
+def page_of(chromium: str, width: int = 1280, height: int = 900, **options: Any) -> Iterator[tuple[Any, list[str]]]:
+    """`page_in` a browser of its own."""
+    with browser_of(chromium) as browser, page_in(browser, width, height, **options) as shown:
+        yield shown
 
 
 @contextmanager

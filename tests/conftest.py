@@ -33,6 +33,9 @@ os.environ.update(
 # It compiles 38 grammars at import, of addresses that jsonschema would check; nbformat's schema has none.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
+# What a test makes is looked through seldom. A test that needs a circle to be gone collects it itself.
+gc.set_threshold(50_000, 20, 20)
+
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -124,11 +127,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector leaves alone what imports brought, and what lasts to the end. Otherwise it goes through all of it
-    again and again, which takes a seventh of the tests' time."""
-    gc.collect()
+    """The collector leaves alone what imports brought, for good: to go through all of it again and again takes a
+    seventh of the tests' time, and at the end a second or two of each process."""
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()

@@ -273,15 +273,24 @@ STRANGE: dict[str, tuple[Callable[[Columns], None], dict[str, Any], set[str], st
 }
 
 
+@pytest.fixture(scope="module")
+def three_packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A folder in which "strange" has three packed runs and "good" a run, and the last loss of each."""
+    root = tmp_path_factory.mktemp("packed")
+    expected = last_losses(plain(root / "strange", "one", "two", "three")) | {"good": 2.0}
+    packed.pack(root / "strange")
+    plain(root / "good", "good")
+    return root, expected
+
+
 @pytest.mark.parametrize("case", STRANGE)
-def test_a_run_that_a_stranger_packed_wrongly_has_a_line_and_the_others_load(case, tmp_path):
+def test_a_run_that_a_stranger_packed_wrongly_has_a_line_and_the_others_load(case, three_packed, tmp_path):
     change, types, left, message = STRANGE[case]
-    folder = plain(tmp_path / "strange", "one", "two", "three")
-    expected = last_losses(folder) | {"good": 2.0}
-    packed.pack(folder)
+    root, expected = three_packed
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "strange"
     rewritten(folder, change, **types)
     before = (folder / packed.FILE).read_bytes()
-    plain(tmp_path / "good", "good")
     with pytest.warns(UserWarning, match=message) as warned:
         losses = last_losses(tmp_path)
     assert losses == {name: expected[name] for name in (*left, "good")}
@@ -291,8 +300,8 @@ def test_a_run_that_a_stranger_packed_wrongly_has_a_line_and_the_others_load(cas
         assert set(runs.read_configs(tmp_path)) >= {*left, "good"}
         for path in runs.find_runs(tmp_path):
             assert path.is_relative_to(tmp_path)
-    plain(folder, "four")
     if case not in ("no statistics", "a broken manifest", "a manifest without end", "empty statistics"):
+        shutil.copytree(tmp_path / "good" / "good", folder / "four")
         with pytest.raises(NormlabError):  # a file that cannot be read as a whole is not written anew
             packed.pack(folder)
         assert (folder / packed.FILE).read_bytes() == before and (folder / "four" / runs.STATS).is_file()

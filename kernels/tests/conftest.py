@@ -3,6 +3,7 @@ marker."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -69,6 +70,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="the same without the interpreter, where it runs"))
         if not KERNELS and item.get_closest_marker("kernels"):
             item.add_marker(pytest.mark.skip(reason="needs the Triton kernels: set TRITON_INTERPRET=1, or use a GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector leaves alone what imports brought, and looks through what a test makes seldom."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_configure(config: pytest.Config) -> None:

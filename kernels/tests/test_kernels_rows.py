@@ -28,7 +28,7 @@ def test_many_short_rows_agree_with_float64(name: str, dtype: str) -> None:
     """In 16 bits with all rows everywhere: over fewer, PyTorch's error, to which ours is held, may be small by luck."""
     full = kernel_harness.FULL
     for width in (1, 3, 127) if full or dtype == "fp32" else (127,):
-        check(name, 199 if full or dtype != "fp32" else 67, width, DTYPES[dtype])
+        check(name, 199 if full or dtype != "fp32" else 67 if width == 127 else 19, width, DTYPES[dtype])
 
 
 @pytest.mark.parametrize("name", full_if_slow(NAMES, FEW))

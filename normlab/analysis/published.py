@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.quantities import last_values
-from normlab.analysis.selection import choose, in_order
+from normlab.analysis.selection import Selection, choose, in_order
 from normlab.analysis.verdicts import differences
 from normlab.errors import NormlabError
 
@@ -91,7 +91,9 @@ def ratios_to(base: str, runs: pd.DataFrame, published: pd.DataFrame) -> pd.Data
     """
     known = published[published["metric"].isin(QUANTITIES) & published["scheme"].notna()]
     theirs = [_their_ratios(rows, base) for _, rows in known.groupby(["paper", "where", "model", "metric"])]
-    ours = [_our_ratios(quantity, metric, runs, base) for quantity, metric in QUANTITIES.items()]
+    own = choose(runs, depth=None)
+    one_rate = own.at_one_rate()
+    ours = [_our_ratios(q, metric, own if metric == "loss" else one_rate, base) for q, metric in QUANTITIES.items()]
     tables = [rows for rows in (*ours, *theirs) if len(rows)]
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
@@ -107,8 +109,7 @@ def _their_ratios(rows: pd.DataFrame, base: str) -> pd.DataFrame:
     return table.assign(low=ratio * (1 - error) / (1 + error), high=ratio * (1 + error) / (1 - error))
 
 
-def _our_ratios(quantity: str, metric: str, runs: pd.DataFrame, base: str) -> pd.DataFrame:
-    chosen = choose(runs, depth=None, same_rate=metric != "loss")
+def _our_ratios(quantity: str, metric: str, chosen: Selection, base: str) -> pd.DataFrame:
     values = last_values(chosen, metric).dropna(subset="value")
     others = [name for name in in_order(values["scheme"]) if name != base]
     found = pd.concat([differences(values, name, base, metric) for name in others]) if others else pd.DataFrame()

@@ -174,26 +174,22 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     checked(runs)
     by_run = runs.groupby("run", observed=True)
     about = by_run[["scheme", "depth", "width", "seed", "lr", "status"]].first()
-    about["dtype"] = by_run["dtype"].first() if "dtype" in runs.columns else ""
+    about = about.astype({"scheme": str, "status": str})
+    about["dtype"] = by_run["dtype"].first().astype(str) if "dtype" in runs.columns else ""
     about["steps"] = by_run["step"].max()
     about["tokens"] = by_run["tokens"].max() if "tokens" in runs.columns else np.nan
     is_loss = runs["site"].eq("model") & runs["metric"].isin(["loss", "validation_loss", *NGRAM_LOSSES])
     losses = runs.loc[is_loss, ["run", "step", "split", "metric", "value"]].sort_values("step", kind="stable")
-    for column, metric, split in (
-        ("train_loss", "loss", "train"),
-        ("eval_loss", "loss", "eval"),
-        ("validation_loss", "validation_loss", "eval"),
-        *((metric, metric, None) for metric in NGRAM_LOSSES),
-    ):
-        rows = losses[losses["metric"] == metric]
-        if split is not None:
-            rows = rows[rows["split"] == split]
-        about[column] = rows.groupby("run", observed=True)["value"].last()
-    about["eval_loss"] = about["eval_loss"].astype(float).mask(about["status"] == DIVERGED, np.inf)
+    losses = losses[losses["metric"].ne("validation_loss") | losses["split"].eq("eval")]
+    by_split = losses["split"].map({"train": "train_loss", "eval": "eval_loss"})
+    column = by_split.where(losses["metric"] == "loss", losses["metric"]).rename("column")
+    last = losses.groupby(["run", column], observed=True)["value"].last().unstack()
+    about = about.join(last.reindex(columns=["train_loss", "eval_loss", "validation_loss", *NGRAM_LOSSES]))
     validation, diverged = about["validation_loss"].astype(float), about["status"] == DIVERGED
+    about["eval_loss"] = about["eval_loss"].astype(float).mask(diverged, np.inf)
     whole = (validation.notna() | diverged).groupby([about["scheme"], about["depth"]]).transform("all")
     about["validation_loss"] = validation.where(whole, about["eval_loss"]).mask(diverged, np.inf)
-    return about.astype({"scheme": str, "status": str, "dtype": str})
+    return about
 
 
 def has_learned(about: pd.DataFrame) -> pd.Series:
@@ -209,15 +205,14 @@ class Selection:
     runs: pd.DataFrame
     has_twins: bool = False  # runs are left out because the same runs in another precision are shown
     source: pd.DataFrame | None = field(default=None, repr=False)  # the table that `choose` was given
+    summary: pd.DataFrame | None = field(default=None, repr=False)  # `summarize` of it
 
     def at_one_rate(self) -> Selection:
         """The same schemes, depths and width; at each depth all schemes at one learning rate, if they share one."""
         depth = self.depths[0] if len(self.depths) == 1 else None
-        return self._chosen_anew(depth, schemes=self.schemes)
-
-    def _chosen_anew(self, depth: int | None, schemes: Sequence[str] | None = None) -> Selection:
         source = self.table if self.source is None else self.source
-        return choose(source, depth, int(self.runs["width"].iloc[0]), schemes, same_rate=True)
+        about = summarize(source) if self.summary is None else self.summary
+        return _of_one_text(_picked(source, about, depth, int(self.runs["width"].iloc[0]), self.schemes, True))
 
     @property
     def schemes(self) -> list[str]:
@@ -299,7 +294,11 @@ def choose(
             several texts are not shown together.
         NormlabError: a table without the columns of `normlab.load_runs`.
     """
-    selection = chosen(runs, depth, width, schemes, same_rate)
+    return _of_one_text(chosen(runs, depth, width, schemes, same_rate))
+
+
+def _of_one_text(selection: Selection) -> Selection:
+    """The selection. NothingToShow where runs of a depth were measured on several texts."""
     for at, here in selection.runs.groupby("depth"):
         for column in ("unigram_entropy", "bigram_loss"):
             if len(texts := here[column].dropna().round(6).unique()) > 1:
@@ -318,7 +317,18 @@ def chosen(
     same_rate: bool = False,
 ) -> Selection:
     """`choose`, of any texts."""
-    about = summarize(runs)
+    return _picked(runs, summarize(runs), depth, width, schemes, same_rate)
+
+
+def _picked(
+    runs: pd.DataFrame,
+    summary: pd.DataFrame,
+    depth: int | str | None,
+    width: int | None,
+    schemes: Sequence[str] | None,
+    same_rate: bool,
+) -> Selection:
+    about = summary
     if about.empty:
         raise NothingToShow("The table is empty: no run has been trained yet.")
     if schemes is not None:
@@ -344,7 +354,7 @@ def chosen(
     everyone, about = about, one_precision(about)
     if several := _variants(about):
         raise NothingToShow(several)
-    return Selection(runs[runs["run"].isin(about.index)], about, len(everyone) > len(about), runs)
+    return Selection(runs[runs["run"].isin(about.index)], about, len(everyone) > len(about), runs, summary)
 
 
 def one_precision(about: pd.DataFrame) -> pd.DataFrame:
@@ -365,17 +375,18 @@ def one_precision(about: pd.DataFrame) -> pd.DataFrame:
 def _variants(about: pd.DataFrame) -> str:
     """A sentence on runs that are not averaged: several of a scheme, depth, seed and rate, or seeds of two lengths."""
     place = ["scheme", "depth", "seed", "lr"]
-    counts = about.groupby(place, dropna=False).size()
-    if counts.max() == 1:
+    if not about.duplicated(place).any():
         whole = about[about["status"] != DIVERGED].groupby(["scheme", "depth", "lr"])  # a diverged run stopped early
+        least, most = whole[["steps", "tokens"]].min(), whole[["steps", "tokens"]].max()
         for length in ("steps", "tokens"):
-            ends = pd.DataFrame({"least": whole[length].min(), "most": whole[length].max()})
-            for (scheme, depth, rate), (least, most) in ends[ends["least"] < ends["most"]].iterrows():
+            for scheme, depth, rate in least.index[least[length] < most[length]]:
+                own = (scheme, depth, rate)
                 return (
-                    f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained for {least:,} to "
-                    f"{most:,} {length}: keep the runs of one length."
+                    f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained for "
+                    f"{least.loc[own, length]:,} to {most.loc[own, length]:,} {length}: keep the runs of one length."
                 )
         return ""
+    counts = about.groupby(place, dropna=False).size()
     scheme, depth, seed, rate = counts.idxmax()
     return (
         f"{counts.max()} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in something "
@@ -385,13 +396,12 @@ def _variants(about: pd.DataFrame) -> str:
 
 def _chosen_rate(about: pd.DataFrame) -> np.ndarray:
     """True for runs at the rate chosen for their scheme and depth: most seeds, then lowest mean validation loss."""
-    keys = ["scheme", "depth", "lr"]
-    loss = about["validation_loss"].fillna(np.inf)
-    by_rate = about.assign(loss=loss).groupby(keys)
-    rates = pd.DataFrame({"seeds": by_rate["seed"].nunique(), "loss": by_rate["loss"].mean()}).reset_index()
+    own = about.assign(loss=about["validation_loss"].fillna(np.inf))
+    by_rate = own.groupby(["scheme", "depth", "lr"])
+    rates = own.assign(seeds=by_rate["seed"].transform("nunique"), loss=by_rate["loss"].transform("mean"))
     ordered = rates.sort_values(["seeds", "loss", "lr"], ascending=[False, True, True])
-    chosen = pd.MultiIndex.from_frame(ordered.drop_duplicates(["scheme", "depth"])[keys])
-    return pd.MultiIndex.from_frame(about[keys]).isin(chosen)
+    best = ordered.groupby(["scheme", "depth"])["lr"].transform("first")
+    return about["lr"].eq(best.reindex(about.index)).to_numpy()
 
 
 def _at_one_rate(about: pd.DataFrame, own: pd.DataFrame, depth: int) -> pd.DataFrame:

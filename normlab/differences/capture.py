@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
@@ -192,10 +193,24 @@ class _Reaching:
                 vars(module)["forward"] = own
 
 
+class _FixedEps(TorchFunctionMode):
+    """RMS norms without an eps take float32's, in copies in float64 too.
+
+    PyTorch takes that of the dtype it computes in, which is float32 for half precision.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.rms_norm, functional.rms_norm) and len(args) < 4 and kwargs.get("eps") is None:
+            kwargs = kwargs | {"eps": torch.finfo(torch.float32).eps}
+        return func(*args, **kwargs)
+
+
 def _called(model: nn.Module, batch: dict[str, Any]) -> Any:
     """The model's output. NormlabError where it does not run on the batch."""
     try:
-        return called(model, batch)
+        with _FixedEps():
+            return called(model, batch)
     except NormlabError:
         raise
     except Exception as error:  # the model's own code: what it raises cannot be known

@@ -558,12 +558,16 @@ def _is_mlp(site: Site) -> bool:
 
 
 def _copy_to_change(model: nn.Module, where: str) -> nn.Module:
-    """A copy of a model, to change at a block, or else at its token embeddings. It shares all other tensors."""
+    """A copy of a model, to change at a block, or else at its token embeddings. It shares all other tensors, and what
+    stands beside the block."""
     embeds = hasattr(model, "get_input_embeddings")
     changed: Any = model.get_submodule(where) if where else cast(Any, model).get_input_embeddings() if embeds else None
     own = set() if changed is None else {id(x) for x in changed.parameters()}
-    shared = {id(x): x for x in (*model.parameters(), *model.buffers()) if id(x) not in own}
-    return copy.deepcopy(model, shared)
+    shared: list[Any] = [x for x in (*model.parameters(), *model.buffers()) if id(x) not in own]
+    if where:
+        path = {where[:end] for end in (0, *(i for i, letter in enumerate(where) if letter == "."), len(where))}
+        shared += [m for name, m in model.named_modules() if name not in path and not name.startswith(f"{where}.")]
+    return copy.deepcopy(model, {id(x): x for x in shared})
 
 
 def _model_changes(e: Evidence) -> Iterator[tuple[str, Change]]:

@@ -21,8 +21,6 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from normlab.differences.added import COLUMNS, Row, added_by_blocks, compare_sites, explained_parts
 from normlab.differences.capture import (
@@ -109,25 +107,12 @@ def diff(
         if isinstance(model, nn.Module) and any(x.is_meta for x in model.parameters()):
             raise NormlabError("weights are offloaded or on the meta device, and diff copies them: load them")
     device = next((p.device.type for p in a.parameters()), "cpu")
-    with evaluating(a), _FixedEps(), torch.autocast(device, enabled=False):  # it would round the copies in float32
+    with evaluating(a), torch.autocast(device, enabled=False):  # it would round the copies in float32
         if not isinstance(b, nn.Module):
             return _diff_arrays(a, read_arrays(b), batch, blocks, dtype)
         b = _original(b)
         with evaluating(b):
             return _diff_models(a, b, batch, blocks, gradients)
-
-
-class _FixedEps(TorchFunctionMode):
-    """RMS norms without an eps take float32's, in copies in float64 too.
-
-    PyTorch takes that of the dtype it computes in, which is float32 for half precision.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.rms_norm, functional.rms_norm) and len(args) < 4 and kwargs.get("eps") is None:
-            kwargs = kwargs | {"eps": torch.finfo(torch.float32).eps}
-        return func(*args, **kwargs)
 
 
 def _diff_models(

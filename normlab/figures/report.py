@@ -151,9 +151,10 @@ def _lines(
         )
     held = rows[["value", *({"low", "high"} & set(rows))]].to_numpy(float)
     log = bool((held > 0).all()) and held.max() > held.min() * 10**LOG_DECADES
-    figure.update_yaxes(title_text=axis, exponentformat="power", **value_axis(axis_bounds(held.ravel(), log), log))
-    figure.update_xaxes(title_text=along, dtick=1 if rows["layer"].max() <= WHOLE_TICKS else None)
-    figure.update_layout(showlegend=len(names) > 1)
+    bounds = axis_bounds(held.ravel(), log)
+    figure.layout.yaxis = dict(title_text=axis, exponentformat="power", **value_axis(bounds, log))
+    figure.layout.xaxis = dict(title_text=along, dtick=1 if rows["layer"].max() <= WHOLE_TICKS else None)
+    figure.layout.showlegend = len(names) > 1
     return theme.titled(figure, title, "<br>".join(wrap(words, 100)), 450)
 
 

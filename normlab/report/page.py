@@ -89,7 +89,9 @@ def drawn(figure: go.Figure, group: str = "") -> Section:
     is_lines = all(trace.type == "scatter" for trace in figure.data)
     height = LINES_HEIGHT if is_lines else figure.layout.height - figure.layout.margin.t + TOP
     legend = dict(orientation="h", x=0, xanchor="left", y=1, yanchor="bottom")
-    figure.update_layout(title=None, height=height, margin=dict(t=TOP), legend=legend)
+    layout = figure.layout
+    layout.title, layout.height, layout.margin.t = None, height, TOP
+    layout.legend.update(legend)
     return Section(_plain(title), f"<p>{html.escape(_plain(words))}</p>" if words else "", figure, group)
 
 

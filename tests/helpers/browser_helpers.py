@@ -3,9 +3,31 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.browser import jupyter_lab, open_notebook, page_of, run_cells, serve, wait_until_idle
+from benchmarks.browser import (
+    browser_of,
+    jupyter_lab,
+    open_notebook,
+    page_in,
+    page_of,
+    run_cells,
+    serve,
+    wait_until_idle,
+)
 
-__all__ = ["PLOT", "SCREENSHOTS", "jupyter_lab", "line", "page_of", "run_all", "serve", "set_theme", "shoot", "slider"]
+__all__ = [
+    "PLOT",
+    "SCREENSHOTS",
+    "browser_of",
+    "jupyter_lab",
+    "line",
+    "page_in",
+    "page_of",
+    "run_all",
+    "serve",
+    "set_theme",
+    "shoot",
+    "slider",
+]
 
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "build" / "screenshots"
 PLOT = "document.querySelector('.widget-vbox .js-plotly-plot, .explorer .js-plotly-plot')"

@@ -113,13 +113,13 @@ def tiny_config(scheme: str, **fields: Any) -> NormlabConfig:
 
 def tiny_model(scheme: str, *, seed: int = 0, **fields: Any) -> NormlabForCausalLM:
     """An evaluating model of 3 blocks and width 32, nothing at its default."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return lively(NormlabForCausalLM(tiny_config(scheme, **fields)), seed).eval()
 
 
 def fresh_model(scheme: str, *, seed: int = 0, **fields: Any) -> NormlabForCausalLM:
     """The same, as a training run starts: nothing drawn but the initial weights."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return NormlabForCausalLM(tiny_config(scheme, **fields)).eval()
 
 

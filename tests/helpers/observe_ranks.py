@@ -1,7 +1,7 @@
 """Two forked ranks run the recipes of docs/loops.md under DDP, FSDP2 and tensor parallelism, and record a pass.
 
-python observe_ranks.py FOLDER          ddp.csv, fsdp.csv, tp.csv: the observer's table, from rank 0
-                                        recorded.parquet: the merged statistics of `record`
+In FOLDER: ddp.csv, fsdp.csv, tp.csv, the observer's table, from rank 0; recorded.parquet, the merged statistics of
+`record`.
 """
 
 import faulthandler
@@ -74,6 +74,9 @@ def rank_main(rank: int, folder: str) -> None:
     os._exit(0)  # meshes hold the group for good, and its threads may hang the exit
 
 
-if __name__ == "__main__":
+def both_ranks(folder: str) -> None:
+    """Run them; their errors are in FOLDER/errors."""
+    os.dup2(os.open(f"{folder}/errors", os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  (the process's own)
     exec(loop_recipes.SETUP, {})  # imports what the recipes need once, before the fork
-    torch.multiprocessing.start_processes(rank_main, (sys.argv[1],), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(rank_main, (folder,), nprocs=2, start_method="fork")

@@ -1,9 +1,5 @@
-"""Training with a callback in a stock Trainer, and two ranks as processes: shared by the tests of the probes."""
+"""Training with a callback in a stock Trainer: shared by the tests of the probes."""
 
-import os
-import subprocess
-
-import psutil
 import torch
 from transformers import Trainer, TrainingArguments
 
@@ -29,20 +25,3 @@ def train(model, tmp_path, callbacks, **options):
     trainer = Trainer(model=model, args=args, train_dataset=data(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def run_with_descendants(command: list[str], timeout: float) -> tuple[int, str]:
-    """Exit code and error output. After `timeout` seconds all its descendants are killed with it. torchrun starts ranks
-    in other sessions, where no signal to the group reaches them."""
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **streams)
-    try:
-        errors = process.communicate(timeout=timeout)[1]
-        return process.returncode, errors
-    except BaseException:
-        descendants = psutil.Process(process.pid).children(recursive=True)
-        for each in [process, *descendants]:
-            each.kill()
-        process.communicate()
-        psutil.wait_procs(descendants, timeout=30)
-        raise

@@ -1,15 +1,14 @@
 """Every recipe of docs/loops.md measures what the plain loop in one process does, in every cell."""
 
-import sys
 from pathlib import Path
 
 import loop_recipes
 import pandas
 import pytest
 from loop_recipes import PLAIN, RECIPES
-from probe_runs import run_with_descendants
 from probe_zoo import near, tiny_llama, token_batch
 from probe_zoo import values as recorded_values
+from training_helpers import FORKS
 
 from normlab.probes import METRICS, LayerStats, record
 
@@ -41,12 +40,19 @@ def test_a_recipe_of_the_page_measures_what_the_plain_loop_does(name, one_proces
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> Path:
-    """The tables of two forked ranks."""
+    """The tables of two forked ranks, which give up by themselves where they wait for ever."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).parents[1] / "helpers" / "observe_ranks.py"
-    code, errors = run_with_descendants([sys.executable, str(script), str(folder)], timeout=240)
-    assert code == 0, errors[-2000:]
+    process = FORKS.Process(target=_both_ranks, args=(str(folder),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (folder / "errors").read_text()[-2000:]
     return folder
+
+
+def _both_ranks(folder: str) -> None:
+    import observe_ranks  # of many modules, which no other test needs
+
+    observe_ranks.both_ranks(folder)
 
 
 def test_two_ranks_under_ddp_fsdp2_and_tensor_parallelism_equal_one_process(one_process, two_ranks):

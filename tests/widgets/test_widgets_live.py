@@ -3,12 +3,13 @@
 import gzip
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from browser_helpers import page_of
+from browser_helpers import browser_of, page_in
 from tokenizers import Tokenizer
 
 import normlab
@@ -27,6 +28,12 @@ READY = "() => document.querySelectorAll('.panel .cost:not(.stale) .bar').length
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return live_page(MODELS, tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Any]:
+    with browser_of(chromium) as browser:
+        yield browser
 
 
 def loss_in(page: Any) -> float:
@@ -55,7 +62,7 @@ def python_loss(name: str, change: Change) -> float:
     return ask(normlab.load_model(name), normlab.load_held_out(name)[75:76, 32:96], change).loss
 
 
-def test_the_tokenizer_is_that_of_tokenizers(chromium):
+def test_the_tokenizer_is_that_of_tokenizers(browser):
     text = (model_folder("bhyt-d8") / "tokenizer.json").read_text()
     source, truth = random.Random(0), Tokenizer.from_str(text)
     letters = "abcdefgh     \n\t.,_'\"(){}=0123456789éßñ中文字🙂\u00a0\u2003\u0085\ufeffÀ-—½²Ⅷ"
@@ -64,7 +71,7 @@ def test_the_tokenizer_is_that_of_tokenizers(chromium):
     strings += ["".join(source.choices(words, k=source.randint(1, 12))) for _ in range(250)]
     rows = normlab.load_held_out("bhyt-d8")[:250, :100].tolist()
     strings += [truth.decode(row, skip_special_tokens=False) for row in rows]
-    with page_of(chromium) as (page, errors):
+    with page_in(browser) as (page, errors):
         ask = "([source, data, texts]) => { const t = new Function(source + '; return bytePairs')()(data);"
         ask += " return texts.map(text => t.encode(text)); }"
         encoded = page.evaluate(ask, [static_text("tokenizer.js"), page_tokenizer(text), strings])
@@ -73,9 +80,9 @@ def test_the_tokenizer_is_that_of_tokenizers(chromium):
         assert ids == truth.encode(string).ids, string
 
 
-def test_it_opens_from_a_file_and_answers_as_python_does(site, chromium):
+def test_it_opens_from_a_file_and_answers_as_python_does(site, browser):
     assert len(gzip.compress(site.read_bytes())) < 200_000
-    with page_of(chromium) as (page, errors):
+    with page_in(browser) as (page, errors):
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         page.goto(site.as_uri() + "#model=bhyt-d8&all=kappa:0.5&3=block:0.25")
@@ -113,8 +120,8 @@ def test_it_opens_from_a_file_and_answers_as_python_does(site, chromium):
         assert not errors and {url.partition(":")[0] for url in asked} <= {"file", "blob"}
 
 
-def test_the_tour_says_what_happens(site, chromium):
-    with page_of(chromium) as (page, errors):
+def test_the_tour_says_what_happens(site, browser):
+    with page_in(browser) as (page, errors):
         page.goto(site.as_uri())
         wait_for_costs(page)
         page.evaluate(COUNT)
@@ -184,8 +191,8 @@ def test_passages_are_what_their_names_say():
 PLACES = "() => [...document.querySelectorAll('h2, .panel .text')].map(part => part.getBoundingClientRect().top)"
 
 
-def test_a_pair_shares_its_axes_and_the_bars_stay_under_a_change(site, chromium):
-    with page_of(chromium) as (page, errors):
+def test_a_pair_shares_its_axes_and_the_bars_stay_under_a_change(site, browser):
+    with page_in(browser) as (page, errors):
         held: list[Any] = []
         page.route("**/*-d8.js", lambda weights: held.append(weights))
         page.goto(site.as_uri() + "#step=none")
@@ -228,8 +235,8 @@ CUT = """() => [...document.querySelectorAll('svg text')].filter(text => {
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_it_fits_a_phone_and_follows_a_dark_page(site, chromium, width):
-    with page_of(chromium, width=width, height=844, color_scheme="dark") as (page, errors):
+def test_it_fits_a_phone_and_follows_a_dark_page(site, browser, width):
+    with page_in(browser, width=width, height=844, color_scheme="dark") as (page, errors):
         page.goto(site.as_uri() + "#model=bhyt-d8&all=gain:0.5")
         wait_for_costs(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -239,13 +246,13 @@ def test_it_fits_a_phone_and_follows_a_dark_page(site, chromium, width):
         assert not errors
 
 
-def test_missing_weights_and_other_bad_input_are_one_line(tmp_path, chromium, capsys):
+def test_missing_weights_and_other_bad_input_are_one_line(tmp_path, browser, capsys):
     with pytest.raises(NormlabError, match="no model for the page"):
         live_page([], tmp_path)
     assert main(["page", "bhyt-d8", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "index.html")
     (tmp_path / "bhyt-d8.js").unlink()
-    with page_of(chromium) as (page, _):
+    with page_in(browser) as (page, _):
         page.goto((tmp_path / "index.html").as_uri())
         page.wait_for_function("() => document.querySelector('.status').textContent.includes('bhyt-d8.js has to lie')")
     other = json.loads((model_folder("bhyt-d8") / "tokenizer.json").read_text())
