@@ -121,7 +121,7 @@ def number(query: re.Match[str]) -> str:
 
 def by_rate(runs: pd.DataFrame, quantity: str, b: str | None, digits: int) -> str:
     """A row per scheme, a column per learning rate: the scheme's mean, or what it is against scheme `b`."""
-    rates = sorted(runs["lr"].unique())
+    rates = sorted((runs if b is None else runs[runs["scheme"] == b])["lr"].unique())
     about, cells = summarize(runs), dict[tuple[str, float], pd.Series]()
     lost = about["status"].eq(DIVERGED).groupby([about["scheme"], about["lr"]]).all()
     for rate in rates:

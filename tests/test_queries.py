@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 import normlab
+from normlab.analysis.selection import choose, has_learned, summarize
 
 ROOT = Path(__file__).parents[1]
 MODULES = ("tables", "bench", "standings", "forms", "queries", "papers", "generate")
@@ -122,7 +123,7 @@ def test_a_run_that_diverged_is_a_word_in_a_table(code, monkeypatch):
 
 
 def test_what_the_findings_say_without_a_number_holds():
-    """The sentences on blocks, on sizes after block 1 and on initial weights."""
+    """The sentences on blocks, on sizes after block 1, on rates and on initial weights."""
     experiments = normlab.load_experiments(ROOT / "data" / "gpu")
     blocks = experiments[(experiments["metric"] == "skip_delta_loss") & (experiments["part"] == "block")]
     cost = blocks[np.isclose(blocks["lr"], 0.001)].pivot_table(index="layer", columns="scheme", values="value")
@@ -130,11 +131,18 @@ def test_what_the_findings_say_without_a_number_holds():
     for folder, depth in (("gpu", 24), ("grid", 8)):
         sizes = normlab.load_runs(ROOT / "data" / folder).query("site == 'block_out' and metric == 'token_l2_mean'")
         sizes = sizes[(sizes["mask"] == "all") & sizes["scheme"].isin(["lns", "pre_rmsnorm"]) & (sizes["step"] > 0)]
+        sizes = sizes[sizes["depth"] == depth]
         ends = sizes[sizes["step"] == sizes["step"].max()].pivot_table(index="run", columns="layer", values="value")
         assert (ends[1] / ends[depth]).min() > 0.33, "a third or more is there after block 1"
+    runs = normlab.load_runs(ROOT / "data" / "grid", variants=False)
+    runs = runs[runs["depth"] == 8]
+    best = choose(runs).runs.groupby("scheme")["lr"].unique()
+    assert [*best["bhyt"], *best["rmsnorm_gain"]] == [0.008, 0.008] and max(best["pre_rmsnorm"]) < 0.008
+    about = summarize(runs)
+    assert about.loc[~has_learned(about), ["scheme", "lr"]].values.tolist() == [["dyt", 0.016]]
     narrow, fit = (normlab.load_configs(ROOT / "data" / name) for name in ("initial_weights", "grid"))
     narrow = narrow[narrow["init_std"].isna()].set_index(["scheme", "lr"])["eval_loss"]
-    lost = narrow - fit[fit["seed"] == 0].set_index(["scheme", "lr"])["eval_loss"]
+    lost = narrow - fit[(fit["seed"] == 0) & (fit["depth"] == 8)].set_index(["scheme", "lr"])["eval_loss"]
     assert 2.5 < lost["bhyt"].dropna().item() / lost["pre_rmsnorm"].dropna().item() < 3.5
 
 
