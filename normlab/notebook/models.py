@@ -49,7 +49,7 @@ def small_llama() -> Subject:
     """
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    kept = find_model(BASELINE) or train_small(BASELINE, **_RECIPE)
+    kept = find_model(BASELINE, num_hidden_layers=8) or train_small(BASELINE, **_RECIPE)
     ours = load_model(kept)
     model = LlamaForCausalLM(LlamaConfig.from_dict(ours.config.to_dict())).eval()
     model.load_state_dict(ours.state_dict())

@@ -205,22 +205,29 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
 
 
 def labelled(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each with the shortest `label` that tells it apart: scheme and learning rate, and its name if two share them."""
+    """Each with the shortest name that tells it apart, as `short` and, with its learning rate, as `label`: the scheme;
+    with the number of blocks; or with its folder."""
 
-    def label(model: Mapping[str, Any], name: str) -> str:
-        return name + ("" if model["rate"] is None else f", rate {model['rate']:g}")
+    def label(model: Mapping[str, Any], form: str) -> str:
+        rate = "" if model["rate"] is None else f", rate {model['rate']:g}"
+        return form.format(**model) + rate
 
-    counts = Counter(label(model, model["short"]) for model in models)
-    alone = [counts[label(model, model["short"])] == 1 for model in models]
-    names = [model["short" if only else "title"] for model, only in zip(models, alone, strict=True)]
-    return [model | {"short": name, "label": label(model, name)} for model, name in zip(models, names, strict=True)]
+    named = []
+    for model in models:
+        for form in ("{short}", "{short} ({depth} blocks)", "{title}"):
+            if sum(label(other, form) == label(model, form) for other in models) == 1:
+                break
+        named.append(model | {"short": form.format(**model), "label": label(model, form)})
+    return named
 
 
 def pairs_of(models: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Pairs of models of equal depth, width and learning rate: the baseline, or else BHyT, with each other."""
+    """Pairs of models of equal depth, width and learning rate: the baseline, or else BHyT, with each other. Those of
+    the commonest depth come first."""
+    depths = Counter(model["depth"] for model in models)
     ranks = {scheme: rank for rank, scheme in enumerate(in_order(model["scheme"] for model in models))}
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for model in sorted(models, key=lambda model: ranks[model["scheme"]]):
+    for model in sorted(models, key=lambda model: (ranks[model["scheme"]], -depths[model["depth"]])):
         if model["rate"] is not None:
             groups.setdefault((model["depth"], model["spec"]["width"], model["rate"]), []).append(model)
     pairs = []

@@ -160,16 +160,24 @@ def trained_at(rate: float | None, scheme: str, name: str, **others: Any) -> dic
         ([("bhyt", 0.004), ("lns", 0.004), ("pre_rmsnorm", 0.004), ("dyt", 0.008)],
          ["Pre-LN and LNS, rate 0.004", "Pre-LN and BHyT, rate 0.004"]),
         ([("lns", 0.004), ("lns", 0.004)], ["LNS (0) and LNS (1), rate 0.004"]),
+        ([("lns", 0.004, 4), ("lns", 0.004), ("pre_rmsnorm", 0.004, 4), ("pre_rmsnorm", 0.004), ("dyt", 0.004)],
+         ["Pre-LN (8 blocks) and LNS (8 blocks), rate 0.004", "Pre-LN (8 blocks) and DyT, rate 0.004",
+          "Pre-LN (4 blocks) and LNS (4 blocks), rate 0.004"]),
         ([("lns", 0.004), ("lns", 0.002), ("bhyt", 0.002)], ["BHyT and LNS, rate 0.002"]),
         ([("lns", 0.004), ("bhyt", 0.002)], []),
         ([("lns", None), ("bhyt", None)], []),
     ],
 )  # fmt: skip
 def test_models_of_one_rate_are_offered_in_pairs_under_names_that_tell_them_apart(models, offered):
-    made = labelled([trained_at(rate, scheme, str(at)) for at, (scheme, rate) in enumerate(models)])
+    made = labelled(
+        [
+            trained_at(rate, scheme, str(at), depth=depth[0] if depth else 8)
+            for at, (scheme, rate, *depth) in enumerate(models)
+        ]
+    )
     assert [pair["label"] for pair in pairs_of(made)] == offered
     assert len({model["label"] for model in made}) == len(made)
-    other = [model | {"depth": 4 + at} for at, model in enumerate(made)]
+    other = [model | {"depth": 20 + at} for at, model in enumerate(made)]
     assert pairs_of(other) == []
 
 
