@@ -11,6 +11,7 @@ import pytest
 
 import normlab
 from normlab.analysis.selection import choose, has_learned, summarize
+from normlab.release import shipped_models
 
 ROOT = Path(__file__).parents[1]
 MODULES = ("tables", "bench", "standings", "forms", "queries", "papers", "generate")
@@ -128,6 +129,8 @@ def test_what_the_findings_say_without_a_number_holds():
     blocks = experiments[(experiments["metric"] == "skip_delta_loss") & (experiments["part"] == "block")]
     cost = blocks[np.isclose(blocks["lr"], 0.001)].pivot_table(index="layer", columns="scheme", values="value")
     assert (cost["lns"] < cost["pre_rmsnorm"]).loc[13:23].all() and cost.loc[1, ["lns", "pre_rmsnorm"]].min() > 4
+    early, deep = cost["pre_rmsnorm"].loc[2:12].mean(), cost["pre_rmsnorm"].loc[13:23].mean()
+    assert deep == pytest.approx(early, rel=0.1), "Pre-LN's deep blocks cost as much as its early ones"
     for folder, depth in (("gpu", 24), ("grid", 8)):
         sizes = normlab.load_runs(ROOT / "data" / folder).query("site == 'block_out' and metric == 'token_l2_mean'")
         sizes = sizes[(sizes["mask"] == "all") & sizes["scheme"].isin(["lns", "pre_rmsnorm"]) & (sizes["step"] > 0)]
@@ -138,11 +141,26 @@ def test_what_the_findings_say_without_a_number_holds():
     runs = runs[runs["depth"] == 8]
     best = choose(runs).runs.groupby("scheme")["lr"].unique()
     assert [*best["bhyt"], *best["rmsnorm_gain"]] == [0.008, 0.008] and max(best["pre_rmsnorm"]) < 0.008
+    lost = choose(runs).runs.groupby("scheme")["eval_loss"].mean().drop("pre_rmsnorm")
+    lost -= choose(runs).runs.query("scheme == 'pre_rmsnorm'")["eval_loss"].mean()
+    assert abs(lost["lns"]) < 0.02 < lost.drop("lns").min(), "only LNS comes level with Pre-LN"
+    spent = normlab.load_experiments(ROOT / "data" / "grid").query("depth == 8 and metric == 'skip_delta_loss'")
+    spent = spent[(spent["part"] == "block") & spent["layer"].between(5, 7)]
+    spent = spent.pivot_table(index="lr", columns="scheme", values="value")
+    assert (spent["lns"] < spent["pre_rmsnorm"]).loc[:0.008].all()
+    assert spent["lns"][min(best["lns"])] > spent["pre_rmsnorm"][min(best["pre_rmsnorm"])]
     about = summarize(runs)
     assert about.loc[~has_learned(about), ["scheme", "lr"]].values.tolist() == [["dyt", 0.016]]
     narrow, fit = (normlab.load_configs(ROOT / "data" / name) for name in ("initial_weights", "grid"))
     narrow = narrow[narrow["init_std"].isna()].set_index(["scheme", "lr"])["eval_loss"]
     lost = narrow - fit[(fit["seed"] == 0) & (fit["depth"] == 8)].set_index(["scheme", "lr"])["eval_loss"]
+    deeper = fit[np.isclose(fit["lr"], 0.004) & (fit["seed"] == 0)]
+    deeper = deeper.pivot(index="depth", columns="scheme", values="eval_loss")
+    gain = deeper.loc[8] - deeper.loc[16]
+    assert gain["lns"] > 0.02 and gain["pre_rmsnorm"] < 0, "from 8 to 16 blocks LNS gains, Pre-LN does not"
+    kept = pd.read_csv(ROOT / "data" / "bench" / "kept_models.csv")
+    assert set(kept["model"]) == set(shipped_models())
+    assert kept.loc[kept[kept["depth"] == 8]["both_4"].idxmin(), "scheme"] == "dyt"
     assert 2.5 < lost["bhyt"].dropna().item() / lost["pre_rmsnorm"].dropna().item() < 3.5
 
 

@@ -79,8 +79,8 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
                                mode="text", textfont=dict(color=style.color, size=12), showlegend=False,
                                hoverinfo="skip")  # fmt: skip
         elif inside.notna().any():
-            best = inside.idxmin()
-            ends.append(EndLabel(float(inside.dropna().iloc[-1]), f"{style.title} {inside[best]:.3f}", style.color))
+            text = f"{style.title} (best {inside.min():.3f})"
+            ends.append(EndLabel(float(inside.dropna().iloc[-1]), text, style.color))
     if math.isfinite(trigram):
         figure.add_hline(y=trigram, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"))
     label_ends(figure, ends, bounds, _HEIGHT - _MARGIN["t"] - _MARGIN["b"], False)
@@ -91,8 +91,8 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     figure.update_layout(showlegend=False, margin=_MARGIN | dict(r=label_room(ends)))
     tokens = about["tokens"].max() / 1e6
     words = [f"{depth} blocks" + (f", {tokens:.1f}M tokens" if math.isfinite(tokens) else "")]
-    words += ["each label has the scheme's lowest loss"]
-    words += [f"dotted: trigram {trigram:.2f}", "triangles: above, not learned"] if math.isfinite(trigram) else []
+    words += [f"dotted: trigram {trigram:.2f}"] if math.isfinite(trigram) else []
+    words += ["triangles: above it"] if (about["eval_loss"] > bounds[1]).any() else []
     return theme.titled(figure, "Held-out loss against learning rate", " · ".join(words), _HEIGHT)
 
 
