@@ -203,7 +203,7 @@ def test_bhyt_stability_shows_the_bound_and_the_carried_statistic_and_waits_for_
 
 def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path, runs):
     notebook = execute("04_layer_skip", tmp_path, GRID=str(runs))
-    skipped, by_rate, larger, angle, jacobian, lens, updates, left_out, void = figures_in(notebook)
+    skipped, by_rate, larger, angle, jacobian, lens, updates, left_out, void, *maps = figures_in(notebook)
     assert {"pre_rmsnorm", "lns"} <= schemes_of(by_rate) & schemes_of(larger) and len(lines_of(larger)["lns"]) == 24
     costs = lines_of(skipped)
     assert set(costs) == set(SCHEMES)
@@ -226,6 +226,9 @@ def test_layer_skip_shows_what_every_run_measured_and_one_model_at_work(tmp_path
     sizes = [1, 2, 3, 4]  # a quarter of the branches
     assert {trace["name"]: list(trace["x"]) for trace in left_out["data"]} == {"Pre-LN": sizes, "LNS": sizes}
     assert {trace["name"]: len(trace["x"]) for trace in void["data"]} == {"void": 8, "small": 8}
+    assert [np.shape(each["data"][0]["z"]) for each in maps] == [(9, 17)] * 2
+    deeper = [each["layout"]["xaxis"]["title"]["text"] for each in maps]
+    assert deeper == ["layer of Pre-LN, 16 blocks", "layer of LNS, 16 blocks"]
 
 
 def test_gain_or_bound_sets_the_control_beside_bhyt_at_each_rate_and_by_layer(tmp_path, runs):
