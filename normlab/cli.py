@@ -382,8 +382,8 @@ def _compare(
     """Compare two schemes: their difference, paired by seed, with its interval."""
     from normlab import packed
     from normlab.analysis.compare import compare, report
-    from normlab.release import shipped
     from normlab.runs import MANIFEST, load_runs, read_run
+    from normlab.study.league import grid
 
     if all((Path(name) / MANIFEST).is_file() or packed.holds(Path(name)) for name in (a, b)):
         runs = [a, b]
@@ -391,7 +391,7 @@ def _compare(
         if a == b:
             raise NormlabError(f"{runs[0]} and {runs[1]} are runs of one configuration: name two that differ")
     if runs is None and not Path("runs").exists():
-        runs = [str(shipped("grid"))]
+        runs = [str(grid())]
         print(f"normlab: there is no folder runs here: these are the runs of {runs[0]}", file=sys.stderr)
     place: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
     table = compare(load_runs(runs or "runs"), a, b, metric, depth=depth, width=width, level=level, **place)

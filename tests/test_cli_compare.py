@@ -38,7 +38,7 @@ def test_it_takes_every_choice_of_the_explorer(folder, capsys):
 
 def test_without_runs_here_those_that_come_with_normlab_are_compared(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("normlab.release.shipped", lambda name: folder)
+    monkeypatch.setattr("normlab.study.league.shipped", lambda name: folder)
     assert main(["compare", "lns", "pre_rmsnorm"]) == 0
     out, err = capsys.readouterr()
     assert out.count("different: lns is higher") == 2 and str(folder) in err

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import normlab
-from normlab.analysis.selection import choose, has_learned, summarize
+from normlab.analysis.selection import at_rate, choose, has_learned, summarize
 from normlab.release import shipped_models
 
 ROOT = Path(__file__).parents[1]
@@ -144,6 +144,9 @@ def test_what_the_findings_say_without_a_number_holds():
     lost = choose(runs).runs.groupby("scheme")["eval_loss"].mean().drop("pre_rmsnorm")
     lost -= choose(runs).runs.query("scheme == 'pre_rmsnorm'")["eval_loss"].mean()
     assert abs(lost["lns"]) < 0.02 < lost.drop("lns").min(), "only LNS comes level with Pre-LN"
+    fast = at_rate(runs, 0.008)
+    fast = summarize(fast).groupby("scheme")["eval_loss"].mean()
+    assert (fast < fast["pre_rmsnorm"]).sum() == 4, "schemes that beat Pre-LN at 0.008"
     spent = normlab.load_experiments(ROOT / "data" / "grid").query("depth == 8 and metric == 'skip_delta_loss'")
     spent = spent[(spent["part"] == "block") & spent["layer"].between(5, 7)]
     spent = spent.pivot_table(index="lr", columns="scheme", values="value")
