@@ -58,7 +58,6 @@ LONGEST_NAME = 200  # of sites and metrics
 # A file unpacks to so many bytes, or so many times its own size. Files that sweeps wrote reach 26 times.
 UNPACKED_BYTES, UNPACKED_TIMES = 2**26, 100
 _COLUMNS = ("run", "manifest", *TABLES)
-_IN_PANDAS = {"int64": "int64", "large_string": "str", "double": "float64"}
 
 
 # --- reading ---
@@ -201,9 +200,9 @@ def _frame(table: pyarrow.Table, name: str) -> pd.DataFrame:
             raise ValueError(f"its column {column} has an empty entry")
         if is_text and any(_longest(part) > LONGEST_NAME for part in values.chunks):
             raise ValueError(f"its column {column} has a name of more than {LONGEST_NAME} letters")
-    in_pandas = {column: _IN_PANDAS[kind] for column, kind in kinds.items()}
-    in_pandas |= {column: "Int64" for column in MAY_BE_MISSING if in_pandas.get(column) == "int64"}
-    return table.cast(pa.schema(kinds)).replace_schema_metadata(None).to_pandas().astype(in_pandas)
+    frame = table.cast(pa.schema(kinds)).replace_schema_metadata(None).to_pandas()
+    whole = [column for column in MAY_BE_MISSING if kinds.get(column) == "int64"]
+    return frame.assign(**{column: frame[column].astype("Int64") for column in whole})
 
 
 def _longest(texts: Any) -> int:

@@ -236,9 +236,11 @@ def stats_frame(rows: Iterable[tuple]) -> pd.DataFrame:
     """Rows (`Row`) as a typed table."""
     import pandas as pd
 
-    frame = pd.DataFrame(list(rows), columns=STATS_COLUMNS)
-    types = {"step": "int64", "tokens": "int64", "layer": "Int64", "value": "float64"}
-    return frame.astype({**dict.fromkeys(("split", "site", "metric", "mask"), "str"), **types})
+    types = dict.fromkeys(("split", "site", "metric", "mask"), "str")
+    types |= {"step": "int64", "tokens": "int64", "layer": "Int64", "value": "float64"}
+    columns = zip(*rows, strict=True)
+    values = {name: next(columns, ()) for name in STATS_COLUMNS}
+    return pd.DataFrame({name: pd.Series(column, dtype=types[name]) for name, column in values.items()})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

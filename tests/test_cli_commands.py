@@ -137,19 +137,20 @@ def test_figures_are_written_and_an_unreadable_run_is_a_warning(text, capsys, mo
     assert not (text.parent / "deep").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments, unneeded, line",
-    [
-        (["train", "--frob"], {"transformers", "torch._dynamo"}, "Unknown option: --frob"),
+def test_a_command_loads_only_what_it_needs_to_refuse(tmp_path):
+    """One after the other in one process, what needs least first."""
+    calls = [
         (["frain"], {"torch", "numpy"}, "no command 'frain'; choose from train, sweep"),
+        (["train", "--frob"], {"transformers", "torch._dynamo"}, "Unknown option: --frob"),
         (["figures", "nowhere", "--out", "x"], {"transformers", "torch._dynamo"}, "nowhere does not exist"),
-    ],
-)
-def test_a_command_loads_only_what_it_needs_to_refuse(arguments, unneeded, line, tmp_path):
+    ]
     code = (
-        f"import sys; from normlab.cli import COMMANDS, main; code = main({arguments});"
-        f"sys.exit(f'loaded {{found}}' if (found := {unneeded} & set(sys.modules)) else code)"
+        "import sys; from normlab.cli import main\n"
+        f"for arguments, unneeded, line in {calls}:\n"
+        "    assert main(arguments) == 2, arguments\n"
+        "    assert not unneeded & set(sys.modules), (arguments, unneeded & set(sys.modules))\n"
     )
     process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 2, process.stderr
-    assert process.stderr.startswith(f"normlab: error: {line}") and process.stderr.count("\n") == 1
+    assert process.returncode == 0, process.stderr
+    for said, (*_, line) in zip(process.stderr.splitlines(), calls, strict=True):
+        assert said.startswith(f"normlab: error: {line}")

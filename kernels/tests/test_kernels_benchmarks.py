@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -269,12 +268,10 @@ def test_the_plan_covers_the_claims_and_every_function_and_scheme() -> None:
     assert {row.function for row in plan.plan("cuda", ("step",))} == set(schemes.STUDIED)
 
 
-def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, run.__file__, "--device", "cuda", "--out", str(tmp_path)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 2 and not list(tmp_path.iterdir())
-    assert done.stderr.startswith("no CUDA device: PyTorch ") and done.stderr.count("\n") == 1
+def test_without_a_gpu_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--device", "cuda", "--out", str(tmp_path)]) == 2 and not list(tmp_path.iterdir())
+    said = capsys.readouterr().err
+    assert said.startswith("no CUDA device: PyTorch ") and said.count("\n") == 1
 
 
 def test_no_made_up_table_is_among_those_that_are_kept() -> None:

@@ -376,8 +376,11 @@ def _variants(about: pd.DataFrame) -> str:
     """A sentence on runs that are not averaged: several of a scheme, depth, seed and rate, or seeds of two lengths."""
     place = ["scheme", "depth", "seed", "lr"]
     if not about.duplicated(place).any():
-        whole = about[about["status"] != DIVERGED].groupby(["scheme", "depth", "lr"])  # a diverged run stopped early
-        least, most = whole[["steps", "tokens"]].min(), whole[["steps", "tokens"]].max()
+        whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
+        if not whole.duplicated(["scheme", "depth", "lr"]).any():
+            return ""
+        of_seeds = whole.groupby(["scheme", "depth", "lr"])[["steps", "tokens"]]
+        least, most = of_seeds.min(), of_seeds.max()
         for length in ("steps", "tokens"):
             for scheme, depth, rate in least.index[least[length] < most[length]]:
                 own = (scheme, depth, rate)

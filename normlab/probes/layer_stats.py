@@ -144,8 +144,10 @@ class LayerStats:
         ranks = {site: rank for rank, site in enumerate(sorted({site for site, *_ in keys}, key=site_order))}
         rows.sort(key=lambda row: (ranks[keys[row[0]][0]], keys[row[0]][1], row[0]))
         names = [*KEY_NAMES[:3], "metric", "value", "tokens", "standard_error"]
-        table = pandas.DataFrame([(*keys[place][:3], *rest) for place, *rest in rows], columns=names)
-        table = table.astype({"layer": "Int64"} | dict.fromkeys(names[-3:], "float64"))
+        types = dict.fromkeys(names, "str") | {"layer": "Int64"} | dict.fromkeys(names[-3:], "float64")
+        columns = zip(*((*keys[place][:3], *rest) for place, *rest in rows), strict=True)
+        values = {name: next(columns, ()) for name in names}
+        table = pandas.DataFrame({name: pandas.Series(column, dtype=types[name]) for name, column in values.items()})
         table = table[[*COLUMNS, *names[-2:]] if errors else COLUMNS]
         if self.step is not None:
             table.insert(0, "step", self.step)
