@@ -92,7 +92,8 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     tokens = about["tokens"].max() / 1e6
     words = [f"{depth} blocks" + (f", {tokens:.1f}M tokens" if math.isfinite(tokens) else "")]
     words += [f"dotted: trigram {trigram:.2f}"] if math.isfinite(trigram) else []
-    words += ["triangles: above it"] if (about["eval_loss"] > bounds[1]).any() else []
+    beyond = "above it" if math.isfinite(trigram) else "diverged"
+    words += [f"triangles: {beyond}"] if (about["eval_loss"] > bounds[1]).any() else []
     return theme.titled(figure, "Held-out loss against learning rate", " · ".join(words), _HEIGHT)
 
 
