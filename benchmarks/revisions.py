@@ -73,20 +73,20 @@ def serve(fields: dict[str, Any]) -> None:
     import torch
 
     from normlab.training.config import TrainConfig
-    from normlab.training.distributed import accelerator_for
+    from normlab.training.distributed import accelerator_for, device_of, process_settings
     from normlab.training.loop import Training
     from normlab.training.text.corpus import corpus_of
 
-    torch.set_num_threads(1)
     config = TrainConfig(probe_every=0, eval_every=0, checkpoint_every=0, keep_weights=False, **fields)
-    training = Training(config, corpus_of(config, None, False), accelerator_for(config))
-    steps = training.steps()
-    for line in sys.stdin:
-        started, losses = time.process_time(), []
-        for _ in range(int(line)):
-            next(steps)
-            losses.append(training.mean_loss())
-        print(json.dumps([time.process_time() - started, losses]), flush=True)
+    with process_settings(config, device_of(config)):
+        training = Training(config, corpus_of(config, None, False), accelerator_for(config))
+        steps = training.steps()
+        for line in sys.stdin:
+            started, losses = time.process_time(), []
+            for _ in range(int(line)):
+                next(steps)
+                losses.append(training.mean_loss())
+            print(json.dumps([time.process_time() - started, losses]), flush=True)
 
 
 def rows(before: Path, dtype: str, pairs: int, depth: int, width: int) -> Iterator[dict[str, Any]]:
