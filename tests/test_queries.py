@@ -146,7 +146,11 @@ def test_what_the_findings_say_without_a_number_holds():
     assert abs(lost["lns"]) < 0.02 < lost.drop("lns").min(), "only LNS comes level with Pre-LN"
     fast = at_rate(runs, 0.008)
     fast = summarize(fast).groupby("scheme")["eval_loss"].mean()
-    assert (fast < fast["pre_rmsnorm"]).sum() == 4, "schemes that beat Pre-LN at 0.008"
+    assert (fast < fast["pre_rmsnorm"]).sum() == 5, "schemes that beat Pre-LN at 0.008"
+    rates = summarize(runs).query("lr < 0.01").groupby("scheme")["eval_loss"]
+    moves = rates.max() - rates.min()
+    assert sorted(moves.nsmallest(2).index) == ["beam", "peri_ln"] and moves[["beam", "peri_ln"]].max() < 0.06
+    assert 0.18 < moves["pre_rmsnorm"] < 0.19
     spent = normlab.load_experiments(ROOT / "data" / "grid").query("depth == 8 and metric == 'skip_delta_loss'")
     spent = spent[(spent["part"] == "block") & spent["layer"].between(5, 7)]
     spent = spent.pivot_table(index="lr", columns="scheme", values="value")
