@@ -70,8 +70,6 @@ class Side:
 
 def serve(fields: dict[str, Any]) -> None:
     """Train as many steps as each line of standard input says; print their seconds and losses."""
-    import torch
-
     from normlab.training.config import TrainConfig
     from normlab.training.distributed import accelerator_for, device_of, process_settings
     from normlab.training.loop import Training
