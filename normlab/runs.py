@@ -129,7 +129,7 @@ class Run:
 
     @property
     def eval_loss(self) -> float:
-        """Held-out loss after the last step, in nats per token; NaN for a diverged run."""
+        """Held-out loss after the last step, in nats per token; NaN for a diverged run, or if none was measured."""
         return float("nan") if self.manifest["eval_loss"] is None else self.manifest["eval_loss"]
 
     @property
