@@ -1,8 +1,9 @@
 """Training steps of an older checkout and of this one, in turns: the ratio of their times, and how far losses part.
 
     git worktree add ../before e0f34e1
-    python -m benchmarks.revisions ../before --out data/bench/revisions.csv
+    python -m benchmarks.revisions ../before --pairs 16 --out data/bench/revisions.csv
 
+The table's float32 rows are of another call, with --dtype float32 --pairs 8 on a processor (or as one) with AVX2 alone.
 Each side is a process of its own, with the code of its checkout. A third trains the older code uncompiled: its distance
 from the compiled one is what rounding alone does to a loss. `ratio` is the older step's time on the processor over the
 newer one's, with its middle half; `parted` the largest difference of a step's losses.

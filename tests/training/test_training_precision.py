@@ -22,7 +22,7 @@ from normlab.study.presets import PRESETS
 from normlab.training import distributed
 from normlab.training.attention import CAUSAL_HALF_CPU, CausalAttention, use_fast_attention
 from normlab.training.config import TrainConfig
-from normlab.training.loop import autocast
+from normlab.training.loop import MeanLoss, autocast
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_compiled_steps_attention_has_the_values_and_gradients_of_attention(dt
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_compiled_step_has_no_mask_and_one_rotary_table(dtype, text):
+def test_a_compiled_step_has_no_mask_one_rotary_table_and_no_logits(dtype, text):
     model = NormlabForCausalLM(tiny(text, scheme="pre_rmsnorm", depth=2).model_config(300, 0)).train()
     use_fast_attention(model, dtype, torch.device("cpu"))
     nodes: list[torch.fx.Node] = []
@@ -121,11 +121,14 @@ def test_a_compiled_step_has_no_mask_and_one_rotary_table(dtype, text):
         nodes.extend(graph.graph.nodes)
         return graph
 
-    ids = torch.randint(300, (2, 16))
+    ids, labels = torch.randint(300, (2, 16)), torch.tensor(2.0 * 15)
+    model.config.use_cache = False  # as in a training
     torch._dynamo.reset()
     with autocast(dtype, torch.device("cpu")):
-        loss = torch.compile(model, fullgraph=True, backend=noting)(ids, labels=ids, use_cache=False).loss
+        loss = torch.compile(MeanLoss(model), fullgraph=True, backend=noting)(ids, labels)
     torch._dynamo.reset()
+    (returned,) = (node.args[0] for node in nodes if node.op == "output")
+    assert len(returned) == 1, "the loss and no logits"
     assert loss.item() == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-6 if dtype == "float32" else 1e-2)
     called = [str(node.target) for node in nodes]
     assert sum("rotary_table" in name for name in called) == 1 and "cos" not in called
