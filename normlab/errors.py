@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ def in_one_line(error: BaseException) -> str:
     return line if isinstance(error, NormlabError) else f"{type(error).__name__}: {line}"
 
 
+@cache
+def _require(requirement: str) -> None:
+    """Looked up once in a process, which keeps the packages that it began with."""
+    from transformers.utils.versions import require_version
+
+    require_version(requirement)
+
+
 def require_packages(what: str, needed: Iterable[str], remedy: str) -> None:
     """Raise NormlabError if a package is missing or too old.
 
@@ -51,11 +60,9 @@ def require_packages(what: str, needed: Iterable[str], remedy: str) -> None:
         needed: requirements as pip writes them, e.g. "accelerate>=1.12".
         remedy: the requirement that pip should install.
     """
-    from transformers.utils.versions import require_version
-
     for requirement in needed:
         try:
-            require_version(requirement)
+            _require(requirement)
         except ImportError:
             raise NormlabError(f"{what} needs {requirement}: pip install --upgrade '{remedy}'") from None
 

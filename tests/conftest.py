@@ -97,6 +97,12 @@ def seeded() -> Iterator[None]:
 
 
 @pytest.fixture
+def own_garbage() -> None:
+    """`gc.collect` and `gc.get_objects` see what this test makes, and nothing that was there before."""
+    gc.freeze()
+
+
+@pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command that must be refused: exit code 2, nothing printed, and one line on standard error, returned."""
     from normlab import cli

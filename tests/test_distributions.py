@@ -64,6 +64,7 @@ def requirements(project: Path) -> dict[str, list[str]]:
     return {"": table["dependencies"], **table["optional-dependencies"]}
 
 
+@pytest.mark.slow
 def test_one_wheel_holds_both_packages_with_types_licence_and_published_values(wheel):
     packages = files(ROOT / "normlab", "normlab") | files(KERNELS / "normlab_kernels", "normlab_kernels")
     assert {"normlab/py.typed", "normlab_kernels/py.typed"} <= set(packages)
@@ -76,6 +77,7 @@ def test_one_wheel_holds_both_packages_with_types_licence_and_published_values(w
     assert licence == (ROOT / "LICENSE").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_kernels_alone_are_the_same_package_with_the_same_requirements(wheel, kernels_wheel):
     alone = contents(kernels_wheel)
     package = {name: data for name, data in alone.items() if ".dist-info/" not in name}

@@ -104,6 +104,7 @@ def test_importing_our_models_registers_them_with_transformers_and_nothing_else_
     assert python(code).split() == ["False", "False", "NormlabConfig"]
 
 
+@pytest.mark.slow
 def test_the_core_works_with_its_core_dependencies_alone_and_asks_for_nothing_else():
     """Models, probes, runs and comparisons need nothing that an extra brings, nor try to import it."""
     absent = "IPython PIL accelerate anywidget datasets ipywidgets plotly ray transformer_lens triton".split()

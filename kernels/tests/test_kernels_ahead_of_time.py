@@ -64,8 +64,11 @@ def test_the_widest_rows_of_a_launch_do_not_spill(function: str, target: str) ->
 @pytest.mark.parametrize(
     "function",
     [
-        *("bhyt", "derf"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rms_norm", "bhyt_carried", "dyt", "seed_norm")),
+        "bhyt",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("rms_norm", "bhyt_carried", "dyt", "derf", "seed_norm")
+        ),
     ],
 )
 def test_instruction_counts_are_those_recorded(function: str) -> None:

@@ -42,6 +42,7 @@ print(sorted(name for name in ("normlab", "transformers", "pandas") if name in s
 """
 
 
+@pytest.mark.slow
 def test_without_triton_and_numpy_or_with_a_triton_that_it_does_not_know_it_works_and_says_so() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -228,8 +228,8 @@ def test_a_decoded_tokens_carried_correction_is_the_kernels(carried: str, monkey
 @pytest.mark.parametrize(
     ("scheme", "backend", "layers"),
     [
-        ("mix_ln", "aot_eager", 2),
         ("bhyt", "aot_eager", 1),
+        pytest.param("mix_ln", "aot_eager", 2, marks=pytest.mark.slow),
         pytest.param("bhyt", "inductor", 1, marks=pytest.mark.slow),
         pytest.param("dyt", "inductor", 1, marks=pytest.mark.slow),
     ],

@@ -362,14 +362,15 @@ def is_norm(module: nn.Module) -> bool:
     if isinstance(module, _CONTAINERS) or _is_packed(module):
         return False
     if any(True for _ in module.children()):
-        shell, copied = shell_content(module), _copied(module)
-        content = shell or copied
+        shell = shell_content(module)
+        if (content := shell or _copied(module)) is None:
+            return False
         named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         arguments = inspect.signature(module.forward).parameters.values()
         if sum(a.kind in named and a.default is inspect.Parameter.empty for a in arguments) > 1:
             return False  # it adds the residual (FNet): its content reads another tensor
         others = [c for c in module.children() if c is not shell and not (shell is None and _has_weights(c))]
-        return content is not None and is_norm(content) and all(isinstance(child, _INERT) for child in others)
+        return is_norm(content) and all(isinstance(child, _INERT) for child in others)
     parameters = list(module.parameters(recurse=False))
     if not parameters:
         return "norm" in name

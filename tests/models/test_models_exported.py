@@ -37,6 +37,7 @@ def test_an_export_that_is_killed_leaves_nothing_that_refuses_the_next(done, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.slow
 def test_a_program_that_never_imports_normlab_loads_an_exported_run(done, exported):
     """The error names what to install if normlab is missing."""
     code = f"""

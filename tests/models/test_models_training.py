@@ -32,11 +32,8 @@ def rounding_of(gradient: torch.Tensor) -> float:
     return 1e-4 if gradient.numel() > 1 else 2e-3
 
 
-# Tracing takes seconds: these always, the others when asked for.
-TRACED = [
-    ("bhyt", {"carried": "causal"}, "aot_eager"),
-    ("hyper_connections", {}, "aot_eager"),
-]
+# Tracing takes seconds: this always, the others when asked for.
+TRACED = [("bhyt", {"carried": "causal"}, "aot_eager")]
 SLOW = [(name, {}, "aot_eager") for name in SCHEMES] + [(name, {}, "inductor") for name in ("pre_rmsnorm", "bhyt")]
 
 

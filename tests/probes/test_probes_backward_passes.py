@@ -187,6 +187,7 @@ def vectors():
     return sum(type(x) is torch.Tensor and x.shape == (2, 7, WIDTH) for x in gc.get_objects())
 
 
+@pytest.mark.usefixtures("own_garbage")
 @pytest.mark.parametrize("is_retained", [False, True])
 def test_gradients_are_kept_only_as_long_as_a_retained_graph_lives(is_retained):
     model, before = Text(), vectors()

@@ -247,6 +247,7 @@ def test_a_stream_that_is_changed_between_blocks_is_said(how, is_changed):
     assert ("stream after block 1" in rec.absent) == is_changed
 
 
+@pytest.mark.usefixtures("own_garbage")
 def test_a_recorders_marks_and_calls_are_gone_with_the_graph():
     import gc
     import weakref

@@ -114,6 +114,7 @@ def test_standard_errors_shrink_with_tokens():
     assert row["tokens"] == int(batch["attention_mask"].sum()) and 0 < row["standard_error"] < row["value"]
 
 
+@pytest.mark.usefixtures("own_garbage")
 def test_memory_does_not_grow_with_steps():
     import gc
 

@@ -351,6 +351,7 @@ def test_two_models_and_two_texts_stand_side_by_side_and_only_one_thing_is_compa
         probe_report([str(saved), str(other)], [text, text])
 
 
+@pytest.mark.usefixtures("own_garbage")
 def test_one_model_is_in_memory_at_a_time(saved, tmp_path, monkeypatch):
     alive: list[weakref.ref] = []
     counts: list[int] = []

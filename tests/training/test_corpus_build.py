@@ -132,6 +132,7 @@ def test_the_standard_library_is_sorted_without_tests_and_with_help_topics():
     assert "pydoc_data/lambda" in keys and "asyncio/events.py" in keys and "argparse.py" in keys
 
 
+@pytest.mark.slow
 def test_the_default_corpus_is_the_same_in_two_caches(tmp_path):
     first, second = (corpus_of(CorpusSpec(characters=1_200_000, **SETTINGS), tmp_path / name) for name in "ab")
     assert first.identity() == second.identity()

@@ -188,6 +188,7 @@ print(settled(TrainConfig(), torch.device("cpu")).dtype)
 """
 
 
+@pytest.mark.slow
 def test_presets_are_in_float32_where_bfloat16_is_emulated_and_in_bfloat16_where_it_is_not():
     """A process whose instructions are hidden takes the slow path for real."""
     hidden = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

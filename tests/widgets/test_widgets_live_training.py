@@ -153,6 +153,7 @@ def test_controls_moved_from_many_threads_while_it_trains_end_as_they_stand(thea
         assert list(zip(shown.x, shown.y, strict=True)) == last
 
 
+@pytest.mark.usefixtures("own_garbage")
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_what_it_cannot_train_is_one_sentence(tmp_path):
     refused = (["bhyt", "bhyt"], {}, "each once"), (SCHEMES, {"layers": 3}, "'layers'"), (SCHEMES, {"depth": 0}, "is 0")
