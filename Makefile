@@ -69,13 +69,13 @@ voila: $(VENV)/.installed-notebooks ## serve the explorer alone, as a page of co
 # Triton decides at import whether it interprets, so the kernels are tested interpreted in processes of their own. The second
 # run has everything else, and its summary comes last; of the kernels' tests it leaves out those of a kernel itself (marked
 # `kernels`), and the first leaves out those for which the interpreter makes no difference (marked `once`).
-test: $(VENV)/.installed-test ## the tests, without those that take minutes
+test: $(VENV)/.installed-test ## the tests, without the slow ones
 	@failed=0; \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) kernels || failed=1; \
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal kernels tests || failed=1; \
 	exit $$failed
 
-test-slow: $(VENV)/.installed-test ## the tests that take minutes
+test-slow: $(VENV)/.installed-test ## the slow tests
 	@failed=0; \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) -m slow kernels || failed=1; \
 	$(BIN)/python -m pytest -n $(JOBS) -m slow tests || failed=1; \

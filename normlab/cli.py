@@ -221,7 +221,7 @@ def _train(
     losses = {"unigram_entropy": run.manifest["corpus"]["unigram_entropy"]}
     losses |= {name: run.manifest[name] for name in COUNT_LOSSES}
     others = ", ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if loss is not None)
-    print(f"{child(out, run.name)}: {run.status}, eval loss {run.eval_loss:.4f} ({others}), nats a token")
+    print(f"{child(out, run.name)}: {run.outcome} ({others}), nats a token")
     return 0
 
 

@@ -133,6 +133,12 @@ class Run:
         return float("nan") if self.manifest["eval_loss"] is None else self.manifest["eval_loss"]
 
     @property
+    def outcome(self) -> str:
+        """Status and held-out loss in words: "finished, eval loss 3.0571"."""
+        loss = self.manifest["eval_loss"]
+        return f"{self.status}, " + ("no eval loss" if loss is None else f"eval loss {loss:.4f}")
+
+    @property
     def choice_loss(self) -> float:
         """The loss that learning rates are chosen by: on the half "validation" where the run reports "test", if it was
         measured; else `eval_loss`."""

@@ -154,7 +154,7 @@ class _Job:
         else:
             self.bar.end(config)
             seconds = run.manifest["measured"]["wall_s"]
-            self.bar.say(f"{run.name}: {run.status}, eval loss {run.eval_loss:.3f}, {seconds:.0f} s")
+            self.bar.say(f"{run.name}: {run.outcome}, {seconds:.0f} s")
 
     def _failed(self, config: TrainConfig, error: Exception) -> None:
         self.failures[config.run_id] = in_one_line(error)
