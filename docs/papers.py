@@ -15,7 +15,7 @@ from tables import plain, table
 import normlab
 from normlab.analysis.quantities import quantity_row
 from normlab.analysis.selection import title_of
-from normlab.analysis.verdicts import LOSS_MARGIN, SIZE_MARGIN, UNDECIDED
+from normlab.analysis.verdicts import LOSS_MARGIN, SEEDS, SIZE_MARGIN, UNDECIDED, judged
 from normlab.errors import NormlabError
 
 SMALL, LARGE = ("grid", 8), ("gpu", 24)  # folder and depth of our runs
@@ -70,32 +70,38 @@ CLAIMS = {
 
 def texts() -> dict[str, str]:
     head = ("claim", "in the paper", "theirs", "8 blocks, 128 wide", "24 blocks, 512 wide", "same sign?")
-    curse, bhyt = ([_row(paper, claim) for claim in claims] for paper, claims in CLAIMS.items())
+    curse, bhyt = (_rows(paper, claims) for paper, claims in CLAIMS.items())
     return {
         "table_of_curse_of_depth": table(head, curse),
         "table_of_bhyt": table(head, [*bhyt, *_speeds()]),
     }
 
 
-def _row(paper: str, claim: Claim) -> tuple[str, ...]:
+def _rows(paper: str, claims: tuple[Claim, ...]) -> list[tuple[str, ...]]:
+    """A row per claim. The comparisons of the table are one family."""
+    asked = [(claim, place) for claim in claims for place in (SMALL, LARGE)]
+    found = {at: row for at in asked if (row := _ours(*at)) is not None}
+    family = judged(pd.DataFrame(list(found.values())).reset_index(drop=True))
+    own = dict(zip(found, (row for _, row in family.iterrows()), strict=True))
+    return [_row(paper, claim, {place: own[claim, place] for place in (SMALL, LARGE) if (claim, place) in own})
+            for claim in claims]  # fmt: skip
+
+
+def _row(paper: str, claim: Claim, ours: dict[tuple[str, int], pd.Series]) -> tuple[str, ...]:
     is_ratio = quantity_row(claim.quantity).is_ratio
     digits, theirs = (2 if is_ratio else 3), _theirs(paper, claim)
     sign = "" if is_ratio else "+"
     said = ", ".join(f"{plain(value, digits, sign)} ({model})" for model, value in theirs.items())
     side = claim.says or _side(list(theirs.values())[-1], is_ratio)
-    places = (SMALL, LARGE)
-    own = [_ours(claim, place) for place in places]
-    cells = (
-        "" if row is None else written(row, digits, not is_ratio, True) + _remark(claim, place)
-        for row, place in zip(own, places, strict=True)
-    )
-    agree = ", ".join(_agrees(row, side) for row in own if row is not None) if side else "theirs is level"
-    return claim.words, claim.where, said or "no number", *cells, agree or "to come"
+    cells = {place: written(row, digits, not is_ratio, True) + _remark(claim, place) for place, row in ours.items()}
+    agree = ", ".join(_agrees(row, side) for row in ours.values()) if side else "theirs is level"
+    shown = (cells.get(place, "") for place in (SMALL, LARGE))
+    return claim.words, claim.where, said or "no number", *shown, agree or "to come"
 
 
 def _agrees(row: pd.Series, side: int) -> str:
-    """Yes, no, or level; of several seeds undecided if their interval holds no effect."""
-    if row["seeds"] > 1 and row["verdict"] == UNDECIDED:
+    """Yes, no, or level; undecided if there are seeds enough for a verdict and it is none."""
+    if row["seeds"] >= SEEDS and row["verdict"] == UNDECIDED:
         return UNDECIDED
     ours = _side(row["estimate"], row["kind"] == "ratio")
     return "level" if not ours else "yes" if ours == side else "**no**"

@@ -13,10 +13,14 @@ effect the estimate is (`above`, `below`). `fill` refuses a page of which that i
     <!-- table: loss - pre_rmsnorm @ grid depth=8 -->
     <!-- table: loss token_l2_mean:1 deep_cost @ gpu depth=24 -->
 
-A table of one quantity has a row per scheme and a column per rate: means over seeds, or the difference from a scheme,
-with its interval from two seeds on, bold where it is different after Holm's correction over the table. A table of
-several has a row per scheme and rate. `:1` is the layer, `only=bhyt` one scheme's row. A loss in italics is not below
-the trigram model.
+A table of one quantity has a row per scheme and a column per rate: means over seeds, or the difference from a scheme.
+A difference has its interval from four seeds on, and is bold where it is different after Holm's correction over the
+table. A table of several has a row per scheme and rate. `:1` is the layer, `only=bhyt` one scheme's row. A loss in
+italics is not below the trigram model.
+
+    <!-- seeds: deep_cost @ grid depth=8 -->
+
+A row per scheme that has four seeds at its best rate, a column per seed.
 
     <!-- lowest: loss @ grid depth=8 -->Pre-LN<!-- / -->
 
@@ -44,13 +48,14 @@ import normlab
 from normlab.analysis.compare import compare
 from normlab.analysis.quantities import quantity_row, values_of
 from normlab.analysis.selection import DIVERGED, at_rate, choose, has_learned, in_order, summarize, title_of
-from normlab.analysis.verdicts import DIFFERENT, bracketed, judged, means
+from normlab.analysis.verdicts import DIFFERENT, SEEDS, UNDECIDED, bracketed, judged, means
 
 ASKED = r"\w+|[^>]*?: .*?"
 MARK = re.compile(rf"<!-- (?P<what>{ASKED}) -->(?P<text>.*?)<!-- / -->", re.DOTALL)
 FILE = re.compile(r"(?P<file>[\w/.-]+\.csv): (?P<expression>.+)")
 RUNS = r" @ (?P<folder>\w+)(?P<options>(?: \w+=\S+)*)"
 LOWEST = re.compile(r"lowest: loss" + RUNS)
+BY_SEED = re.compile(r"seeds: (?P<quantity>\w+)" + RUNS)
 TABLE = re.compile(r"table: (?P<quantities>\w+(?::\d+)?(?: \w+(?::\d+)?)*)(?: - (?P<b>\w+))?" + RUNS)
 NUMBER = re.compile(r"(?P<quantity>\w+): (?P<a>\w+)(?: - (?P<b>\w+))?" + RUNS + r"(?: : (?P<verdict>\w+))?")
 NO_QUERY = "is no query, nor a name that has a text: write QUANTITY: A - B @ FOLDER name=value : verdict"
@@ -94,6 +99,9 @@ def answer(query: str) -> str:
         if "only" in options:
             runs = runs[runs["scheme"].isin([options["only"], match["b"]])]
         return by_rate(runs, names[0], match["b"], digits) if len(names) == 1 else side_by_side(runs, names, digits)
+    if match := BY_SEED.fullmatch(query):
+        options = _options(match)
+        return by_seed(picked(match["folder"], options), match["quantity"], int(options.get("digits", 2)))
     if match := LOWEST.fullmatch(query):
         runs = picked(match["folder"], _options(match))
         best = choose(runs).runs.groupby("scheme")["eval_loss"].mean()
@@ -139,12 +147,22 @@ def by_rate(runs: pd.DataFrame, quantity: str, b: str | None, digits: int) -> st
         if (scheme, rate) not in cells:
             return "diverged" if lost.get((scheme, rate), False) else ""
         row = cells[scheme, rate]
-        text = written(row, digits, b is not None and row["kind"] == "difference", True)
+        text = written(row, digits, b is not None and row["kind"] == "difference", b is not None)
         return f"**{text}**" if row["verdict"] == DIFFERENT else f"*{text}*" if (scheme, rate) in poor else text
 
     names = [scheme for scheme in in_order(about["scheme"]) if scheme != b]
     lines = [(title_of(scheme), *(cell(scheme, rate) for rate in rates)) for scheme in names]
     return table(("", *(f"{rate:g}" for rate in rates)), lines)
+
+
+def by_seed(runs: pd.DataFrame, quantity: str, digits: int) -> str:
+    """A row per scheme with enough seeds, at its best rate, and a column per seed."""
+    values = values_of(choose(runs), quantity)
+    values = values[values.groupby("scheme")["seed"].transform("nunique") >= SEEDS]
+    wide = values.pivot(index=["scheme", "lr"], columns="seed", values="value").map(lambda value: f"{value:.{digits}f}")
+    names = sorted(wide.index, key=lambda place: in_order(values["scheme"]).index(place[0]))
+    lines = [(title_of(scheme), f"{rate:g}", *wide.loc[(scheme, rate)]) for scheme, rate in names]
+    return table(("", "rate", *(f"seed {seed}" for seed in wide)), lines)
 
 
 def side_by_side(runs: pd.DataFrame, quantities: list[str], digits: int) -> str:
@@ -178,9 +196,15 @@ def picked(folder: str, options: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def estimate(runs: pd.DataFrame, quantity: str, a: str, b: str | None = None, **where: Any) -> pd.Series:
-    """One row of `compare`; without `b` one of `means`, whose estimate and interval are of the values themselves."""
+    """One row of `compare`; without `b` one of `means`, whose estimate is of the values themselves.
+
+    With too few seeds for a claim there is no interval, and the verdict is "undecided".
+    """
     if b is not None:
-        return compare(runs, a, b, quantity, **where).iloc[0]
+        row = compare(runs, a, b, quantity, **where).iloc[0]
+        if row["seeds"] < SEEDS:
+            row[["low", "high", "p"]], row["verdict"] = np.nan, UNDECIDED
+        return row
     values = values_of(choose(runs, schemes=[a], same_rate=False), quantity, **where)
     values = values[values["scheme"] == a]
     if values["value"].isna().all():

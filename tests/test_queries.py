@@ -80,6 +80,29 @@ def test_a_table_has_a_cell_per_scheme_and_rate(code, packed):
     assert re.search(r"\| LNS \| 0\.002 \| 2\.52 \| 135 \| 2\.09 \|", several), several
 
 
+def test_a_difference_has_an_interval_from_four_seeds_on(code):
+    runs = code["queries"].picked("gpu", {"depth": 24, "lr": 0.001})
+    runs = runs[runs["scheme"].isin(["lns", "pre_rmsnorm"])]
+    lns = runs["scheme"].eq("lns").astype(float)
+    names, losses = runs["run"].astype(str), runs["metric"].eq("loss")
+    seeds = [
+        runs.assign(run=names + str(seed), seed=seed, value=runs["value"] + losses * (seed + lns * seed**2) / 1000)
+        for seed in range(4)
+    ]
+    by_rate, by_seed = code["queries"].by_rate, code["queries"].by_seed
+
+    def cell(runs):
+        return by_rate(runs, "loss", "pre_rmsnorm", 4).splitlines()[-1].removeprefix("| LNS | ").removesuffix(" |")
+
+    one, three = float(cell(runs)), float(cell(pd.concat(seeds[:3])))  # a number alone
+    mean, low, high = map(float, re.fullmatch(r"\*\*(\S+) \[(\S+), (\S+)\]\*\*", cell(pd.concat(seeds))).groups())
+    assert three - one == pytest.approx(5 / 3000, abs=1e-4) and mean - one == pytest.approx(3.5 / 1000, abs=1e-4)
+    assert low > 0 and mean - low == pytest.approx(3.182 / 2 * np.std([0, 1, 4, 9], ddof=1) / 1000, abs=2e-4)
+    shown = [float(text) for text in by_seed(pd.concat(seeds), "loss", 3).splitlines()[-1].removesuffix(" |").split(" | ")[2:]]
+    assert np.diff(shown) == pytest.approx([0.002, 0.004, 0.006], abs=1.1e-3)
+    assert len(by_seed(pd.concat(seeds[:3]), "loss", 3).splitlines()) == 2, "no scheme has four"
+
+
 def test_an_expression_is_of_a_shipped_file(code):
     faults = pd.read_csv(ROOT / "data" / "bench" / "first_layer.csv")
     assert number(code, "bench/first_layer.csv: len(t)") == str(len(faults))

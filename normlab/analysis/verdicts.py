@@ -22,6 +22,7 @@ from normlab.probes.metrics import Metric
 
 DIFFERENT, EQUIVALENT, UNDECIDED = "different", "equivalent", "undecided"
 LEVEL = 0.95  # of confidence
+SEEDS = 4  # that a claim needs
 SIZE_MARGIN, LOSS_MARGIN = 0.10, 0.02  # a share of a size; nats per token
 
 

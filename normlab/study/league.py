@@ -29,7 +29,7 @@ from normlab.analysis.selection import (
     summarize,
     title_of,
 )
-from normlab.analysis.verdicts import bracketed, differences, judged
+from normlab.analysis.verdicts import SEEDS, bracketed, differences, judged
 from normlab.errors import NormlabError
 from normlab.probes.metrics import NGRAM_LOSSES
 from normlab.release import shipped
@@ -37,7 +37,6 @@ from normlab.runs import DIVERGED, load_runs
 from normlab.schemes import BASELINE
 from normlab.store import is_address
 
-SEEDS = 4  # that a pair needs to be tested
 RATE = 4e-3  # at which sizes are compared, where runs have it
 SIZES = ("growth", "deep_cost")  # compared at one rate
 ALIKE = ["width", "steps", *NGRAM_LOSSES]  # runs that differ in these cannot be of one table
