@@ -106,11 +106,11 @@ def _growth_from(first: int) -> Values:
     return growth
 
 
-def _skip_cost(which: Callable[[pd.Series, pd.Series], pd.Series], over: str) -> Values:
+def _skip_cost(which: Callable[[pd.Series, pd.Series], pd.Series], part: str = "block") -> Values:
     def cost(chosen: Selection, step: int | None) -> pd.DataFrame:
-        rows = experiments_of(experiments(chosen), "skip_delta_loss", "block")
+        rows = experiments_of(experiments(chosen), "skip_delta_loss", part)
         rows = rows[which(rows["layer"].astype(int), rows["depth"])]
-        return _by_run(chosen, rows.groupby("run", observed=True)["value"].agg(over))
+        return _by_run(chosen, rows.groupby("run", observed=True)["value"].mean())
 
     return cost
 
@@ -146,10 +146,13 @@ QUANTITIES = {
                  "growth of the stream", "last block over block 2", "log", "ratio", of=_growth_from(2)),
         Quantity("deep_cost", "the mean loss added by leaving out one block of the second half, without the last",
                  "cost of a deep block", "nats per token", measured_after=True,
-                 of=_skip_cost(lambda layer, depth: (layer > depth * DEEP) & (layer < depth), "mean")),
+                 of=_skip_cost(lambda layer, depth: (layer > depth * DEEP) & (layer < depth))),
         Quantity("early_cost", "the mean loss added by leaving out one block of the first half, without the first",
                  "cost of an early block", "nats per token", measured_after=True,
-                 of=_skip_cost(lambda layer, depth: (layer > 1) & (layer <= depth * DEEP), "mean")),
+                 of=_skip_cost(lambda layer, depth: (layer > 1) & (layer <= depth * DEEP))),
+        Quantity("deep_span_cost", "the loss added by leaving out a quarter of the blocks at once, from the first of the "
+                 "second half on", "cost of a quarter of the blocks, deep ones", "nats per token", measured_after=True,
+                 of=_skip_cost(lambda layer, depth: layer == depth * DEEP + 1, "span")),
         Quantity("uniform_attentions", "the number of blocks after the first whose attention is uniform: its entropy "
                  "is above 98% of the largest", "uniform attentions", "blocks", of=_uniform_attentions),
     )

@@ -24,6 +24,7 @@ def by_hand(name, runs, experiments, run):
     sizes = own[(own["site"] == "block_out") & (own["metric"] == "token_l2_mean") & (own["step"] == own["step"].max())]
     sizes = sizes.set_index("layer")["value"]
     cost = experiments[(experiments["run"] == run) & (experiments["metric"] == "skip_delta_loss")]
+    spans = cost[(cost["part"] == "span") & (cost["other"] == 6)].set_index("layer")["value"]
     cost = cost[cost["part"] == "block"].set_index("layer")["value"]
     uniform = runs[(runs["run"] == run) & (runs["metric"] == "uniform_attention")]
     uniform = uniform[uniform["step"] == uniform["step"].max()].set_index("layer")["value"]
@@ -32,6 +33,7 @@ def by_hand(name, runs, experiments, run):
         "growth_2": lambda: sizes[24] / sizes[2],
         "deep_cost": lambda: np.mean([cost[layer] for layer in range(13, 24)]),
         "early_cost": lambda: np.mean([cost[layer] for layer in range(2, 13)]),
+        "deep_span_cost": lambda: spans[13],
         "uniform_attentions": lambda: sum(uniform[layer] for layer in range(2, 25)),
     }[name]()
 
