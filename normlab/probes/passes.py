@@ -245,7 +245,7 @@ class Stream:
 
     def before(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """The stream that a block reads."""
-        return self._sum(self._given(args, kwargs))
+        return self._sum(self.given(args, kwargs))
 
     def after(self, args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor:
         """The stream that a block passes on.
@@ -284,7 +284,7 @@ class Stream:
 
     def handed(self, args: tuple, kwargs: dict[str, Any], x: Tensor) -> tuple[tuple, dict[str, Any]]:
         """A block's arguments with `x` for the stream that it reads."""
-        changes = _in_place_of(self._given(args, kwargs), x)
+        changes = _in_place_of(self.given(args, kwargs), x)
         return replaced(args, changes), replaced(kwargs, changes)
 
     def copied(self, output: Any) -> Any:
@@ -293,14 +293,15 @@ class Stream:
 
     def copied_arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """A block's arguments with a copy of the stream."""
-        changes = [(part, part.clone()) for part in self._given(args, kwargs)]
+        changes = [(part, part.clone()) for part in self.given(args, kwargs)]
         return replaced(args, changes), replaced(kwargs, changes)
 
     def pass_on(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Make a block the identity; a forward hook."""
         return self.put(output, self.before(args, kwargs))
 
-    def _given(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    def given(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors among a block's arguments whose sum is the stream that it reads."""
         return self._parts(hidden_state(args, kwargs)[0], (*args, *kwargs.values()))
 
     def _parts(self, x: Tensor, values: Iterable[Any]) -> list[Tensor]:

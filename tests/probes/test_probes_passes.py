@@ -3,6 +3,7 @@
 import types
 from collections import OrderedDict, namedtuple
 
+import pandas
 import pytest
 import torch
 import transformers as hf
@@ -323,6 +324,90 @@ def test_blocks_that_others_read_beside_the_stream_are_marked_and_never_dropped(
     for first, last in zip(spans["first"], spans["last"], strict=True):
         assert not any(read_by[i - 1] and int(read_by[i - 1]) > last for i in range(first, last + 1))
     assert list(spans.index) == [1, 2, 3]
+
+
+def append(kept, i, x):
+    kept.append(x)
+    return x
+
+
+def write(kept, i, x):
+    kept[i] = x
+    return x
+
+
+def write_out(kept, i, x):
+    torch.mul(x, 1, out=kept[i])
+    return x
+
+
+def add_and_return(kept, i, x):
+    kept += x
+    return x, kept
+
+
+def write_and_return(kept, i, x):
+    kept[i] = x
+    return x, [kept]
+
+
+def return_first(kept, i, x):
+    return x, (x.tanh() if kept is None else kept)
+
+
+def buffer():
+    return torch.zeros(4, 2, 9, 16)
+
+
+# What blocks keep, how they note their output, what each reads of it, and what is handed to the next.
+HISTORIES = {
+    "list": (list, append, lambda kept, i: torch.stack(kept).mean(0) if i else 0, None),
+    "latest of a list": (list, append, lambda kept, i: kept[-1] if i else 0, None),
+    "list at two": (list, append, lambda kept, i: kept[0] + kept[-1] if i > 1 else 0, None),
+    "buffer": (buffer, write, lambda kept, i: kept[:i].mean(0) if i else 0, None),
+    "own row of a buffer": (buffer, write, lambda kept, i: kept[i], None),
+    "out=": (buffer, write_out, lambda kept, i: kept[:i].mean(0) if i else 0, None),
+    "sum": (lambda: torch.zeros(2, 9, 16), add_and_return, lambda kept, i: kept, lambda output: output[1]),
+    "rows, handed on": (buffer, write_and_return, lambda kept, i: kept[i], lambda output: output[1][0]),
+    "first value, handed on": (lambda: None, return_first, lambda kept, i: kept if i else 0, lambda output: output[1]),
+    "half of it": (lambda: None, return_first, lambda kept, i: kept if i else 0, lambda output: output[1] / 2),
+}
+READ_BY = {
+    **dict.fromkeys(["list", "buffer", "out="], ["2, 3, 4", "3, 4", "4", ""]),
+    "latest of a list": ["2", "3", "4", ""],
+    "list at two": ["3, 4", "3", "4", ""],
+    "sum": ["2", "3", "4", ""],
+    **dict.fromkeys(["first value, handed on", "half of it"], ["2, 3, 4", "", "", ""]),
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_skips_see_what_earlier_blocks_kept_and_name_who_reads_it(name):
+    make, note, look, handed = HISTORIES[name]
+
+    class Reading(Block):
+        def forward(self, x, kept, i):
+            return note(kept, i, super().forward(x + look(kept, i)))
+
+    class Model(Toy):
+        skipped = None
+
+        def forward(self, input_ids):
+            x, kept = self.embed(input_ids), self.kept.zero_() if make is buffer else make()
+            for i, block in enumerate(self.layers):
+                output = block(x, kept, i)
+                kept = kept if handed is None else handed(output)
+                x = x if i == self.skipped else output[0] if isinstance(output, tuple) else output
+            return self.head(self.norm(x))
+
+    model, losses, labels = Model(Reading, depth=4).eval(), [], IDS["input_ids"][:, 1:].flatten()
+    model.kept = buffer()
+    table = skip_sensitivity(model, [IDS], **QUIET)
+    for model.skipped in range(4):
+        with torch.no_grad():
+            losses.append(float(nn.functional.cross_entropy(model(**IDS)[:, :-1].flatten(0, 1), labels)))
+    assert (table["loss"] + table["skip_delta_loss"]).tolist() == pytest.approx(losses, abs=1e-6)
+    assert table.get("read_by", pandas.Series([""] * 4)).tolist() == READ_BY.get(name, [""] * 4)
 
 
 def test_what_the_first_pass_makes_for_all_later_ones_is_not_shared():
