@@ -409,23 +409,24 @@ class Measurer:
     def attention(self, trace: BlockTrace, watch: AttentionWatch) -> None:
         """Stage the statistics of the scores that a watched block computed."""
         call, place = trace.call, ("attn", trace.layer)
-        if watch.why:
-            call.absent[f"attention {trace.layer}"] = watch.why
-        if watch.scores is None or not call.has_rows(watch.shape):
+        found = watch.found(call.caller_rows())
+        if found is None:
+            if watch.why or watch.calls or trace.block.attention is not None:
+                call.absent[f"attention {trace.layer}"] = watch.why or watch.unfit()
             return
-        shape = (*watch.shape, 1)
-        if "sink" in self.kinds and watch.beside is not None and not watch.no_sink:
-            call.stage("sink", place, watch.beside.mean(1).reshape(1, -1), shape)
-        elif "sink" in self.kinds and watch.no_sink != statistics.NO_SINK:  # then the metric does not apply
-            call.absent[f"sink_share {trace.layer}"] = watch.no_sink
+        shape = (*found.shape, 1)
+        if "sink" in self.kinds and found.beside is not None and not found.no_sink:
+            call.stage("sink", place, found.beside.mean(1).reshape(1, -1), shape)
+        elif "sink" in self.kinds and found.no_sink != statistics.NO_SINK:  # then the metric does not apply
+            call.absent[f"sink_share {trace.layer}"] = found.no_sink
         if "attention" not in self.kinds:
             return
-        if watch.knows_size:
-            call.stage("attention", place, watch.scores[:1], shape)
+        if found.knows_size:
+            call.stage("attention", place, found.scores[..., 0].amax(1).reshape(1, -1), shape)
         else:
             reason = "of the scores only their distance from a row's maximum was seen"
             call.absent[f"attention_logit_max {trace.layer}"] = reason
-        call.stage("entropy", place, watch.scores[1:], shape)
+        call.stage("entropy", place, found.scores[..., 1].mean(1).reshape(1, -1), shape)
 
     def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""

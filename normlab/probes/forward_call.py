@@ -488,7 +488,7 @@ class Call:
         values += [self.attention_mask]
         return next((x for x in values if isinstance(x, Tensor) and x.ndim >= 2), None)
 
-    def _caller_rows(self) -> list[tuple[int, int]]:
+    def caller_rows(self) -> list[tuple[int, int]]:
         """The possible (batch, length) of this stack's tokens, from the caller's arguments."""
         like = self._tokens()
         if like is None:
@@ -513,14 +513,9 @@ class Call:
         if self._turned is None and tokens is not None and x.ndim == 3 and x.shape[:2] == tokens.shape[:2]:
             self._turned = is_turned(tokens, x) if x.shape[0] == x.shape[1] else False
 
-    def has_rows(self, tokens: tuple[int, int]) -> bool:
-        """True if attention's (batch, queries) are the rows of the call: no windows, chunks or latents."""
-        rows = self._caller_rows()
-        return not rows or tokens in rows
-
     def layout(self, tokens: Sequence[int]) -> Layout:
         """Find the layout of an activation's tokens. Raises `NormlabError` if the model adds positions to them."""
-        choices = self._caller_rows()
+        choices = self.caller_rows()
         for rows in [*choices, *self._likely_rows()]:
             if (layout := row_layout(tokens, rows, self._turned)) is not None:
                 return layout

@@ -54,6 +54,20 @@ def is_running(modules: set[nn.Module]) -> bool:
     return False
 
 
+def called_by(block: nn.Module | None) -> nn.Module | None:
+    """The module that a running block has called, inside of which this thread is; None in the block's own code."""
+    frame: FrameType | None = sys._getframe(1)
+    inner = None
+    while frame is not None:
+        if frame.f_code is _CALL.__code__:
+            module = frame.f_locals.get("self")
+            if module is block:
+                return inner
+            inner = module
+        frame = frame.f_back
+    return None
+
+
 class _Uncompiled:
     """Has compiled code run uncompiled, in this process, while any recording of a model that it may run is open.
 

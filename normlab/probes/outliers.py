@@ -121,18 +121,18 @@ def attention_sinks(
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         tokens = runner.counted(batch, hidden_state(args, kwargs)[0])
         kept.append(tokens)
-        scores, length = watch.scores, tokens.shape[1]
-        if scores is None or scores.shape[2:] != (length, length):
-            if scores is not None:
-                others.append(f"{scores.shape[2]} queries x {scores.shape[3]} keys for {length} tokens")
+        length = tokens.shape[1]
+        found = watch.found([(len(tokens), length)], length)
+        if found is None:
+            others.extend(f"{call.shape[1]} queries x {call.keys} keys for {length} tokens" for call in watch.calls)
             watch.forget()
             return
         layers.append(layer)
-        share: Tensor | float = 1.0
-        if watch.beside is not None:
-            share = (1 - watch.beside)[..., None]
-            if not watch.no_sink and tokens.sum() >= queries:
-                mean = torch.where(tokens[:, None], watch.beside, 0).sum((0, 2)) / tokens.sum()  # by head
+        scores, share = found.scores, torch.ones(())
+        if found.beside is not None:
+            share = (1 - found.beside)[..., None]
+            if not found.no_sink and tokens.sum() >= queries:
+                mean = torch.where(tokens[:, None], found.beside, 0).sum((0, 2)) / tokens.sum()  # by head
                 learned.append((layer, float((mean > threshold).float().mean()), float(mean.mean())))
         seen = (scores > HIDDEN) & tokens[:, None, :, None]  # (batch, heads, queries, keys)
         weight = torch.where(seen, scores.softmax(-1) * share, 0).sum(-2) / seen.sum(-2).clamp(min=1)
@@ -144,8 +144,8 @@ def attention_sinks(
         nearest.see(weight, judged, lambda at: (layer, at[0], at[2], at[1], float(weight[tuple(at)])))
         watch.forget()  # last, as the softmax above is seen too
 
-    def start(*_: Any) -> None:
-        watch.forget()  # an encoder's attention, or what else came before the block
+    def start(layer: int, *_: Any) -> None:
+        watch.forget(runner.sites.blocks[layer - 1].module)  # an encoder's attention came before, or something else
 
     with evaluating(runner.model), watch, on_blocks(runner.stream, hook, before=start):
         runner.run(batch)

@@ -37,7 +37,7 @@ from normlab.probes.layout import (
 )
 from normlab.probes.metrics import MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Sites, sites
-from normlab.probes.statistics import AttentionWatch, Routing, mixers_of, routing_of
+from normlab.probes.statistics import IN_ONE_PIECE, AttentionWatch, Routing, mixers_of, routing_of, runs_in_one_piece
 
 if TYPE_CHECKING:
     import pandas
@@ -437,8 +437,11 @@ class Recorder:
             self._compare_with_last(trace, x, given)
         self._measurer.block_start(trace, x, is_first)
         if self._measurer.watches_attention:
-            call.watch = AttentionWatch()
-            call.watch.__enter__()
+            if runs_in_one_piece(module):
+                call.absent[f"attention {run.layer}"] = IN_ONE_PIECE
+            else:
+                call.watch = AttentionWatch(module)
+                call.watch.__enter__()
         return replaced
 
     def _compare_with_last(self, trace: BlockTrace, x: Tensor, given: tuple) -> None:

@@ -65,11 +65,12 @@ def test_a_watch_has_the_scores_of_the_keys_or_says_that_it_has_not(way):
     expected = scored(QUERY, KEY).double()
     with statistics.AttentionWatch() as watch:
         torch.softmax(WAYS[way](QUERY, KEY), dim=-1)
-    assert watch.scores is not None and watch.knows_size == (way not in UNKNOWN)
-    largest, entropy = watch.scores.double().unflatten(-1, (2, 9))
-    assert torch.allclose(entropy, torch.special.entr(expected.softmax(-1)).sum(-1).mean(1), atol=1e-4)
-    if watch.knows_size:
-        assert torch.allclose(largest, expected.amax((1, 3)), rtol=1e-5)
+    found = watch.found([(2, 9)])
+    assert found is not None and found.knows_size == (way not in UNKNOWN)
+    largest, entropy = found.scores.double().unbind(-1)
+    assert torch.allclose(entropy, torch.special.entr(expected.softmax(-1)).sum(-1), atol=1e-4)
+    if found.knows_size:
+        assert torch.allclose(largest, expected.amax(3), rtol=1e-5)
 
 
 class Attention(nn.Module):
@@ -117,6 +118,127 @@ def test_a_sinks_share_is_what_the_softmax_gives_its_column_or_absent_with_the_r
     share = torch.cat([scored(QUERY, KEY), SINK], -1).double().softmax(-1)[..., 9].mean()
     found = stats.to_pandas().query("metric == 'sink_share' and site == 'attn' and mask == 'all'")
     assert found["layer"].tolist() == [1, 2] and found["value"].tolist() == pytest.approx([float(share)] * 2, rel=1e-5)
+
+
+class Part(nn.Module):
+    """A module of a block that computes by itself."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return self.look(*given)
+
+
+def fused(query: Tensor, key: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(query, key, key, is_causal=query.shape == key.shape)
+
+
+def single(query: Tensor, key: Tensor) -> Tensor:
+    return torch.softmax((query @ key.mT) * 8**-0.5 + HIDDEN, -1) @ key
+
+
+def heads(look) -> list[Part]:
+    return [Part(lambda q, k, i=i: look(q[:, i], k[:, i])) for i in range(3)]
+
+
+def streams(rows: int, tokens: int) -> Part:
+    return Part(lambda *_: (torch.ones(rows, tokens, 8) @ torch.ones(8, 16)).unflatten(-1, (4, 4)).softmax(-1))
+
+
+# What a block calls: before its attention, the modules that make up its attention, after it.
+FORMS = {
+    "in two groups": ([], [Part(lambda q, k, i=i: fused(q[:, i], k[:, i])) for i in (slice(2), slice(2, 3))], []),
+    "one by one": ([], heads(fused), []),
+    "one by one, explicit": ([], heads(single), []),
+    "in the batch": ([], [Part(lambda q, k: single(q.flatten(0, 1), k.flatten(0, 1)))], []),
+    "behind a softmax over streams": ([streams(2, 9)], [Part(fused)], []),
+    "behind cross-attention": ([Part(lambda q, k: fused(q, k[:, :, :5]))], [Part(fused)], []),
+    "before another attention": ([], [Part(fused)], [Part(lambda q, k: fused(3 * q, k))]),
+}
+
+
+class Formed(Attention):
+    """A block whose heads attend in one of `FORMS`."""
+
+    def __init__(self, form: str):
+        super().__init__(form)
+        before, parts, after = FORMS[form]
+        self.self_attn = nn.ModuleList(parts)
+        self.order = nn.ModuleList([*before, Part(lambda *given: [part(*given) for part in self.self_attn]), *after])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.order:
+            part(QUERY, KEY)
+        return x + self.attn(self.norm(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_heads_of_a_blocks_attention_count_and_no_other_softmax(form):
+    model, x = nn.Sequential(Formed(form), Formed(form)).eval(), torch.randn(2, 9, 24)
+    with record(model, ["attention_logit_max", "attention_entropy"], masks=["all"]) as rec, torch.no_grad():
+        model(x)
+    found = rec.stats().to_pandas().query("layer == 1").set_index("metric")["value"]
+    scores = scored(QUERY, KEY).double()
+    assert found["attention_logit_max"] == pytest.approx(float(scores.max()), rel=1e-5)
+    entropy = torch.special.entr(scores.softmax(-1)).sum(-1).mean()
+    assert found["attention_entropy"] == pytest.approx(float(entropy), rel=1e-4)
+    sinks = attention_sinks(model, {"input": x}, threshold=0.0, queries=1).table.query("layer == 1")
+    weight = scores.softmax(-1).sum(-2) / torch.arange(9, 0, -1)
+    assert sinks["weight"].tolist() == pytest.approx(weight.mean(1).flatten().tolist(), rel=1e-4)
+
+
+def test_a_softmax_over_as_many_streams_as_rows_and_tokens_is_no_attention():
+    with statistics.AttentionWatch() as watch:
+        streams(4, 4)()
+    assert watch.found([(4, 4)]) is None and "4 x 4 queries" in watch.unfit()
+
+
+class Torchs(nn.Module):
+    """A block with PyTorch's attention."""
+
+    def __init__(self, need_weights: bool):
+        super().__init__()
+        self.norm, self.need_weights = nn.LayerNorm(24), need_weights
+        self.attn, self.mlp = nn.MultiheadAttention(24, 4, batch_first=True), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.read = self.norm(x)
+        x = x + self.attn(self.read, self.read, self.read, need_weights=self.need_weights)[0]
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_pytorchs_attention_is_measured_unless_that_would_change_how_it_computes(mode, need_weights):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Torchs(need_weights), Torchs(need_weights)).train(mode == "train"), torch.randn(2, 9, 24)
+    with torch.no_grad():
+        expected = model(x)
+        with record(model, ["attention_entropy", "rms"], masks=["all"]) as rec:
+            assert torch.equal(model(x), expected)
+    stats = rec.stats()
+    if mode == "eval":
+        assert stats.absent == ("attention_entropy",) and "set_fastpath_enabled(False)" in rec.absent["attention 2"]
+    read, weight = model[1].read.double(), model[1].attn.in_proj_weight[:48].detach().double()
+    query, key = (y.unflatten(-1, (4, 6)).transpose(1, 2) for y in (read @ weight.mT).chunk(2, -1))
+    attended = (query @ key.mT / 6**0.5).softmax(-1)
+    if mode == "train":
+        found = stats.to_pandas().query("metric == 'attention_entropy' and layer == 2")["value"].item()
+        assert found == pytest.approx(float(torch.special.entr(attended).sum(-1).mean()), rel=1e-5)
+    sinks = attention_sinks(model, {"input": x}, threshold=0.0, queries=1).table.query("layer == 2")
+    assert sinks["weight"].tolist() == pytest.approx(attended.mean((1, 2)).flatten().tolist(), rel=1e-4)
+
+
+def test_a_block_whose_attention_was_not_seen_says_so():
+    model = nn.Sequential(Torchs(False), Torchs(False))
+    for block in model:
+        block.attn = nn.Linear(24, 24)
+        block.forward = lambda x, block=block: x + block.attn(block.norm(x))
+    with record(model, ["attention_entropy", "rms"]) as rec, torch.no_grad():
+        model(torch.randn(2, 9, 24))
+    assert "no attention was seen" in rec.stats().manifest["absent"]["attention 1"]
 
 
 @pytest.fixture(scope="module")
