@@ -378,8 +378,7 @@ class Measurer:
         with torch.no_grad(), without_autocast(x.device):
             scores = statistics.router_scores(routing, x.detach())
             entropy = statistics.router_entropy(scores)
-            if statistics.are_router_scores(scores, returned) is False:
-                reason = "the router's scores are not its weight times what it reads, plus its bias"
+            if reason := statistics.why_no_router_scores(scores, returned):
                 trace.call.absent[f"router_entropy {trace.layer}"] = reason
                 return
         tokens = trace.entered.shape[:-1]
@@ -391,10 +390,13 @@ class Measurer:
         tokens = tuple(trace.entered.shape[:-1])
         if "load" not in self.kinds or trace.has_experts:
             return
-        chosen = statistics.taken_experts(values, math.prod(tokens), routing.experts)
+        chosen, what = statistics.taken_experts(values, math.prod(tokens), routing.experts), "expert_load_max"
         if chosen is None:
+            reason = "no module of the mixture is given or returns the experts that each token takes"
+            trace.call.absent[f"{what} {trace.layer}"] = reason
             return
         trace.has_experts = True
+        trace.call.absent.pop(f"{what} {trace.layer}", None)
         if (masks := trace.call.masks(chosen.device, tokens)) is not None:
             counts = [statistics.expert_counts(chosen, mask, routing.experts) for mask in masks]
             trace.call.stage("expert_counts", ("mlp", trace.layer), torch.stack(counts), (*tokens, 1))

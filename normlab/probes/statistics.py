@@ -360,18 +360,31 @@ def router_entropy(scores: Tensor) -> Tensor:
     return torch.special.entr(scores.softmax(-1)).sum(-1)
 
 
-def are_router_scores(scores: Tensor, returned: Any) -> bool | None:
-    """True if a router returns these scores, or their softmax or sigmoid, among its outputs of one number an expert.
+def why_no_router_scores(scores: Tensor, returned: Any) -> str:
+    """Say why `scores` cannot be taken for a router's own; empty if what it returns shows that they are.
 
-    None if it returns no such output. False otherwise: it changes its input, its weights or the product.
+    It returns them, or their softmax or sigmoid, of all experts; or of those whose indices it returns too. Of these
+    they may add up to 1.
     """
+    tokens, experts = scores.shape
     items = returned if isinstance(returned, tuple | list) else (returned,)
-    floats = (x for x in items if isinstance(x, Tensor) and x.is_floating_point() and x.numel() == scores.numel())
-    outputs = [x.detach().reshape(scores.shape).to(scores) for x in floats if x.shape[-1] == scores.shape[-1]]
-    if not outputs:
-        return None
-    readings = (scores, scores.softmax(-1), scores.sigmoid())
-    return bool(torch.stack([(x - y).norm() <= SAME * y.norm() for x in outputs for y in readings]).any())
+    rows = [x.detach().reshape(tokens, -1) for x in items if isinstance(x, Tensor) and is_by_token(x, tokens, experts)]
+    readings = [scores, scores.softmax(-1), scores.sigmoid()]
+    pairs = [(x.to(scores), y) for x in rows if x.is_floating_point() and x.shape == scores.shape for y in readings]
+    for chosen in (x for x in rows if not x.is_floating_point() and bool(((x >= 0) & (x < experts)).all())):
+        few = [y.gather(1, chosen.long()) for y in readings]
+        few += [y / y.sum(-1, keepdim=True) for y in few[1:] if chosen.shape[1] > 1]
+        pairs += [(x.to(scores), y) for x in rows if x.is_floating_point() and x.shape == chosen.shape for y in few]
+    if any(bool((x - y).norm() <= SAME * y.norm()) for x, y in pairs):
+        return ""
+    if not pairs:
+        return "the router returns no scores by which its weight times what it reads, plus its bias, can be checked"
+    return "the router's scores are not its weight times what it reads, plus its bias"
+
+
+def is_by_token(x: Tensor, tokens: int, most: int) -> bool:
+    """True if a tensor holds one to `most` numbers for each token."""
+    return x.ndim >= 2 and 0 < x.shape[-1] <= most and math.prod(x.shape[:-1]) == tokens
 
 
 def taken_experts(values: Any, tokens: int, experts: int) -> Tensor | None:
@@ -380,8 +393,9 @@ def taken_experts(values: Any, tokens: int, experts: int) -> Tensor | None:
     Of a dispatch mask, 1 where an expert takes a token, they are the columns; `experts` stands for those not taken.
     """
     items = values if isinstance(values, tuple | list) else (values,)
-    indices = (v for v in items if isinstance(v, Tensor) and v.dtype in (torch.int32, torch.int64) and v.ndim >= 2)
-    taken = next((v.reshape(tokens, -1) for v in indices if v.numel() % tokens == 0), None)
+    whole = (v for v in items if isinstance(v, Tensor) and v.dtype in (torch.int32, torch.int64))
+    rows = (v.reshape(tokens, -1) for v in whole if is_by_token(v, tokens, experts))
+    taken = next((v for v in rows if bool(((v >= 0) & (v < experts)).all())), None)
     if taken is None or taken.shape[1] != experts or experts < 3 or bool(((taken != 0) & (taken != 1)).any()):
         return taken
     return torch.where(taken == 1, torch.arange(experts, device=taken.device), experts)

@@ -92,15 +92,27 @@ class Router(nn.Module):
         super().__init__()
         self.how, self.weight, self.bias = how, nn.Parameter(torch.randn(4, 16)), nn.Parameter(3 * torch.randn(4))
 
+    def scored(self, x, weight=None):
+        weight = self.weight if weight is None else weight
+        self.scores = nn.functional.linear(x.reshape(-1, 16), weight, self.bias)
+        return self.scores
+
     def forward(self, x):
         weight, x = self.weight, x.reshape(-1, 16)
-        if self.how == "cosine":
+        if "cosine" in self.how:
             x, weight = nn.functional.normalize(x), nn.functional.normalize(weight)
         if self.how == "jitter":
             x = x * torch.linspace(0.5, 1.5, 16)
-        self.scores = nn.functional.linear(x, weight, self.bias)
-        best = self.scores.topk(2)
-        outputs = {"softmax": self.scores.softmax(-1), "sigmoid": self.scores.sigmoid(), "choice": best.values}
+        best = self.scored(x, weight).topk(2)
+        outputs = {
+            "softmax": self.scores.softmax(-1),
+            "sigmoid": self.scores.sigmoid(),
+            "choice": best.values,
+            "choice of a softmax": self.scores.softmax(-1).gather(1, best.indices),
+            "choice that adds up to 1": best.values.softmax(-1),
+            "cosine choice": best.values.softmax(-1),
+            "indices": None,
+        }
         return outputs.get(self.how, self.scores), best.indices
 
 
@@ -124,15 +136,37 @@ class MixtureBlock(nn.Module):
         return x + self.moe(self.norm(x))
 
 
-@pytest.mark.parametrize("how", ["scores", "softmax", "sigmoid", "choice", "cosine", "jitter"])
+LEFT_OUT = {
+    **dict.fromkeys(["cosine", "cosine choice", "jitter"], "not its weight times what it reads"),
+    "indices": "the router returns no scores",
+}
+READ = ["scores", "softmax", "sigmoid", "choice", "choice of a softmax", "choice that adds up to 1"]
+
+
+@pytest.mark.parametrize("how", [*READ, *LEFT_OUT])
 def test_a_routers_own_bias_counts_and_scores_that_are_made_in_another_way_are_left_out(how):
     torch.manual_seed(0)
     model = nn.Sequential(MixtureBlock(how), MixtureBlock(how))
     with record(model, ["router_entropy", "rms"], masks=["all"]) as rec, torch.no_grad():
         model(torch.randn(2, 10, 16))
     table = rec.stats().to_pandas().query("metric == 'router_entropy'")["value"]
-    if how in ("cosine", "jitter"):
-        assert table.empty and "not its weight times what it reads" in rec.absent["router_entropy 1"]
+    if how in LEFT_OUT:
+        assert table.empty and LEFT_OUT[how] in rec.absent["router_entropy 1"]
         return
     p = model[0].moe.router.scores.double().softmax(-1)
     assert table.iloc[0] == pytest.approx(float(torch.special.entr(p).sum(-1).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [4, 6, 8])
+def test_the_load_of_experts_that_choose_their_tokens_is_left_out(tokens):
+    """They return indices of tokens, whose number a choice of experts by each token may have too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MixtureBlock("scores"), MixtureBlock("scores"))
+    for block in model:
+        router = block.moe.router
+        router.forward = lambda x, router=router: (router.scored(x), router.scores.topk(tokens, 0).indices)
+        block.moe.forward = lambda x, moe=block.moe: moe.router(x)[0].view(*x.shape[:-1], 4).repeat(1, 1, 4)
+    with record(model, [*ROUTING, "rms"], masks=["all"]) as rec, torch.no_grad():
+        model(torch.randn(2, 8, 16))
+    stats = rec.stats()
+    assert stats.absent == ("expert_load_max",) and "that each token takes" in rec.absent["expert_load_max 1"]
