@@ -98,8 +98,8 @@ def test_a_difference_has_an_interval_from_four_seeds_on(code):
     mean, low, high = map(float, re.fullmatch(r"\*\*(\S+) \[(\S+), (\S+)\]\*\*", cell(pd.concat(seeds))).groups())
     assert three - one == pytest.approx(5 / 3000, abs=1e-4) and mean - one == pytest.approx(3.5 / 1000, abs=1e-4)
     assert low > 0 and mean - low == pytest.approx(3.182 / 2 * np.std([0, 1, 4, 9], ddof=1) / 1000, abs=2e-4)
-    shown = [float(text) for text in by_seed(pd.concat(seeds), "loss", 3).splitlines()[-1].removesuffix(" |").split(" | ")[2:]]
-    assert np.diff(shown) == pytest.approx([0.002, 0.004, 0.006], abs=1.1e-3)
+    shown = by_seed(pd.concat(seeds), "loss", 3).splitlines()[-1].removesuffix(" |").split(" | ")[2:]
+    assert np.diff([float(text) for text in shown]) == pytest.approx([0.002, 0.004, 0.006], abs=1.1e-3)
     assert len(by_seed(pd.concat(seeds[:3]), "loss", 3).splitlines()) == 2, "no scheme has four"
 
 
