@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -32,7 +33,8 @@ from normlab.probes.stream_sums import Rows
 IGNORED_LABEL = -100
 GRADIENTS = "gradients"  # in `absent`: why gradients of a forward pass are left out
 CHUNK = 1 << 22  # 16 MiB of float32 logits at a time
-CLOSE = 1e-3  # largest relative distance of a loss from its reading
+CLOSE = 1e-3  # largest relative distance of a loss from its reading, in half precision
+ROUNDINGS = 32  # the largest of a loss in float32, in roundings of its terms
 APART = 4.0  # how much nearer it must be than readings of another divisor
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "input")
 _OTHER = ("pixel_values", "input_features", "input_values", "flattened_patches", "images", "pixel_values_videos")
@@ -74,20 +76,39 @@ def _normalizers(logits: Tensor) -> Tensor:
     return torch.cat([part.float().logsumexp(-1) for part in rows.split(max(1, CHUNK // rows.shape[-1]))])
 
 
-def _summed(logits: Tensor, normalizers: Tensor, labels: Tensor) -> tuple[float, int] | None:
-    """Summed cross-entropy and the number of labels; None without labels, or with one out of range."""
+def _summed(logits: Tensor, normalizers: Tensor, labels: Tensor) -> tuple[float, float, int] | None:
+    """Summed cross-entropy, the size of its terms, and how many labels; None without one, or with one out of range."""
     kept = labels != IGNORED_LABEL
     wanted = labels[kept]
     if wanted.numel() == 0 or int(wanted.max()) >= logits.shape[-1] or int(wanted.min()) < 0:
         return None
-    chosen = logits[(*kept.nonzero(as_tuple=True), wanted)]
-    return float((normalizers[kept] - chosen.float()).double().sum()), wanted.numel()
+    chosen, above = logits[(*kept.nonzero(as_tuple=True), wanted)].double(), normalizers[kept].double()
+    return float((above - chosen).sum()), float((above.abs() + chosen.abs()).sum()), wanted.numel()
 
 
-def _readings(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
-    """(logits, their normalizers, labels, shifted) of every way to compare labels with logits."""
+class Reading(NamedTuple):
+    """A way in which a loss may average the cross-entropy of labels."""
+
+    shifted: bool  # labels are of the next token
+    skips_padding: bool
+    divisor: str  # "labels", "items" or "nothing"
+
+
+READINGS = frozenset(map(Reading._make, product((False, True), (False, True), ("labels", "items", "nothing"))))
+Settled = defaultdict[tuple[str, bool], set[Reading]]  # by the argument of labels, and whether items are given
+
+
+def unsettled() -> Settled:
+    """How a loss averages, before any call."""
+    return defaultdict(lambda: set(READINGS))
+
+
+def _compared(
+    logits: Tensor, labels: Tensor, mask: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, bool, tuple[bool, ...]]]:
+    """(logits, their normalizers, labels, shifted, skips padding) of every way to compare labels with logits."""
     if labels.ndim == 1 and logits.ndim == 2:
-        yield logits, _normalizers(logits), labels, False
+        yield logits, _normalizers(logits), labels, False, (False, True)
     if labels.ndim != 2 or logits.ndim != 3 or logits.shape[0] != labels.shape[0]:
         return
     length = labels.shape[1]
@@ -95,23 +116,34 @@ def _readings(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Iterator[t
         return
     logits = logits[:, logits.shape[1] - length :]  # positions before the text have no labels
     normalizers = _normalizers(logits).view(labels.shape)
-    choices = [labels]
+    choices: list[tuple[Tensor, tuple[bool, ...]]] = [(labels, (False, True))]
     if isinstance(mask, Tensor) and mask.shape == labels.shape and bool((mask == 0).any()):
-        choices.append(labels.masked_fill(mask == 0, IGNORED_LABEL))
-    for chosen in choices:
+        choices = [(labels, (False,)), (labels.masked_fill(mask == 0, IGNORED_LABEL), (True,))]
+    for chosen, skips in choices:
         if length > 1:
-            yield logits[:, :-1], normalizers[:, :-1], chosen[:, 1:], True
-        yield logits, normalizers, chosen, False
+            yield logits[:, :-1], normalizers[:, :-1], chosen[:, 1:], True, skips
+        yield logits, normalizers, chosen, False, skips
+
+
+def _is_half(loss: Tensor) -> bool:
+    """True if a loss has half precision, whatever its type."""
+    return any(bool(loss == loss.to(kind)) for kind in (torch.float16, torch.bfloat16))
 
 
 @torch.no_grad()
 def labels_averaged(
-    loss: Tensor, logits: Tensor, labels: Tensor, mask: Tensor | None = None, items: Tensor | float | None = None
+    loss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None = None,
+    items: Tensor | float | None = None,
+    settled: set[Reading] | None = None,
 ) -> tuple[float, bool] | None:
     """Find N such that `loss` = summed token loss / N, and whether labels are shifted.
 
     Every reading of the labels (next or same token; with or without those at padding) has a sum S and a count n. The
-    loss is compared with S / N for N in {n, `items`, 1}. No model's name is involved.
+    loss is compared with S / N for N in {n, `items`, 1}. No model's name is involved. A loss in float32 fits within the
+    roundings of its terms: that of smoothed labels, or with another term, is near a wrong reading now and then.
 
     Args:
         loss: the loss that the model returned.
@@ -119,6 +151,8 @@ def labels_averaged(
         labels: (batch, length) or (batch,), -100 = none.
         mask: the attention mask, for losses that leave out padding.
         items: `num_items_in_batch`, when the caller gave it.
+        settled: the readings that fitted all calls before (at first `READINGS`). Others do not count, and those that
+            do not fit this call are removed.
 
     Returns:
         (N, shifted). None when no reading fits, or two of different N fit alike. N is NaN if the loss is not finite.
@@ -129,23 +163,32 @@ def labels_averaged(
         return math.nan, False  # nothing fits, and the gradients are no numbers either
     if value == 0 and not bool((labels != IGNORED_LABEL).any()):
         return (1.0 if items is None else float(items)), True
-    fits: list[tuple[float, float, bool]] = []
-    for scores, normalizers, wanted, shifted in _readings(logits, labels.to(logits.device), mask):
+    is_half = _is_half(loss)
+    fits: dict[Reading, tuple[float, float]] = {}
+    for scores, normalizers, wanted, shifted, skips in _compared(logits, labels.to(logits.device), mask):
         result = _summed(scores, normalizers, wanted)
         if result is None:
             continue
-        total, count = result
-        for divisor in dict.fromkeys([float(count), *([float(items)] if items is not None else []), 1.0]):
-            distance = abs(value * divisor - total) / max(abs(total), 1e-30)
-            if distance <= CLOSE:
-                fits.append((distance, divisor, shifted))
+        total, size, count = result
+        close = CLOSE * max(abs(total), 1e-30)
+        if not is_half:
+            close = min(close, ROUNDINGS * torch.finfo(torch.float32).eps * size)
+        divisors = {"labels": float(count), "nothing": 1.0} | ({} if items is None else {"items": float(items)})
+        for name, divisor in divisors.items():
+            distance = abs(value * divisor - total)
+            if distance <= close:
+                fit = distance / max(abs(total), 1e-30), divisor
+                fits |= {Reading(shifted, skip, name): fit for skip in skips}
+    if settled is not None and (fits or not is_half):  # half precision may miss its own reading
+        settled.intersection_update(fits)
+        fits = {reading: fits[reading] for reading in settled}
     if not fits:
         return None
-    best = min(fits)
-    others = [distance for distance, divisor, _ in fits if abs(divisor / best[1] - 1) > 1e-9]
+    best, reading = min((fit, reading) for reading, fit in fits.items())
+    others = [distance for distance, divisor in fits.values() if abs(divisor / best[1] - 1) > 1e-9]
     if others and min(others) <= APART * max(best[0], 1e-7):
         return None
-    return best[1], best[2]
+    return best[1], reading.shifted
 
 
 # -- the arguments ---------------------------------------------------------------------------------------------------
@@ -240,6 +283,7 @@ class CallInputs:
         # Whether the model hands the stack vectors that the caller did not give; None where no module holds it alone.
         self.is_handed_states: bool | None = None
         self.labels_averaged: float | Tensor | None = None
+        self.settled = unsettled()  # by earlier calls
         self.unknown = "this call has no countable labels"
         self._source: nn.Module | None = None  # the inner module whose names tell what the caller's tensors are
 
@@ -299,7 +343,8 @@ class CallInputs:
     def compare(self, output: Any) -> None:
         """Compare the loss that a module returned with the cross-entropy of the logits returned with it."""
         loss, logits = loss_and_logits(output)
-        labels: Any = self.arguments.get("shift_labels", self.arguments.get("labels"))
+        name = "shift_labels" if "shift_labels" in self.arguments else "labels"
+        labels: Any = self.arguments.get(name)
         has_labels = isinstance(labels, Tensor) and not labels.is_floating_point()
         if self.labels_averaged is not None or loss is None or not has_labels:
             return
@@ -308,7 +353,7 @@ class CallInputs:
             return
         mask, items = self.arguments.get("attention_mask"), self.arguments.get("num_items_in_batch")
         try:
-            result = labels_averaged(loss, logits, labels, mask, items)
+            result = labels_averaged(loss, logits, labels, mask, items, self.settled[name, items is not None])
         except Exception as error:  # the model goes on
             self.unknown = f"its loss could not be compared with its logits ({type(error).__name__})"
             return

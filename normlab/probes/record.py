@@ -17,7 +17,7 @@ from normlab.probes.accumulate import Accumulator, Measurer
 from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.checkpoints import Checkpoints, in_backward
 from normlab.probes.decomposition import NormRead
-from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask
+from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask, unsettled
 from normlab.probes.hooks import Hook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
@@ -130,6 +130,7 @@ class Recorder:
         branches: (kind, layer) -> (the module whose output is added, how), once the model has run.
         absent: what could not be measured, and why.
         known: the blocks, as earlier calls have shown them.
+        settled: how the loss averages its labels, as far as they have.
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
         training_first: once there is a call with gradients, do so, and forget the calls before it.
         trains: whether a call with gradients was measured.
@@ -157,6 +158,7 @@ class Recorder:
         self._root: Tensor | None = None  # where `backward` ends
         self._latest: Call | None = None
         self.known: dict[nn.Module, KnownBlock] = {}
+        self.settled = unsettled()
         self._checkpoints = Checkpoints(self.absent)
         self._finished: list[Call] = []
         self._calls = 0
@@ -335,7 +337,7 @@ class Recorder:
         self.trains |= torch.is_grad_enabled()
         self._flush()
         self._local.call = self._latest = call = Call(self._accumulator.masks, implicit)
-        call.inputs.mask = self.sites.mask
+        call.inputs.mask, call.inputs.settled = self.sites.mask, self.settled
         return call
 
     def _leave_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
