@@ -401,6 +401,7 @@ class LastBlock:
     out: Tensor
     beside: Tensor | None  # another tensor of its shape
     is_joined: bool  # the stream was taken for the sum of both, and measured so
+    others: Sequence[ref[Tensor]] = ()  # what else it returned
     version: int | None = None  # of `out`
     rows: Rows | None = None  # of `out`, which may be written to, and `beside_rows`; None without a second tensor
     beside_rows: Tensor | None = None
@@ -410,6 +411,10 @@ class LastBlock:
         if self.beside is not None:
             self.rows = Rows(self.out)
             self.beside_rows = self.rows.of(self.beside)
+
+    def returned_too(self, x: Tensor) -> bool:
+        """True if `x` is what the block returned beside `out`, of another shape."""
+        return x.shape != self.out.shape and any(other() is x for other in self.others)
 
     def is_passed_on(self, x: Tensor) -> bool:
         """True if `x` holds the same values, or has another shape, as between stages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -233,7 +234,7 @@ class _SideReads(TorchFunctionMode):
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping | tuple | list):
+    elif isinstance(value, Mapping | tuple | list) or is_dataclass(value):
         for inner in outputs_of(value):
             yield from _tensors_in(inner)
 

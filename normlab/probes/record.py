@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +32,9 @@ from normlab.probes.layout import (
     others,
     output_tensor,
     outputs_of,
+    replaced,
     same_tensor,
     stream_of,
-    with_argument,
 )
 from normlab.probes.metrics import MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Sites, sites
@@ -405,7 +406,7 @@ class Recorder:
         return call
 
     def _block_in(self, block: Block, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        x, name = hidden_state(args, kwargs)
+        x = hidden_state(args, kwargs, module)
         known = self.known.get(module)
         if known is None:
             known = self.known.setdefault(module, KnownBlock(is_channels_first(module, x), are_turned(module)))
@@ -421,17 +422,17 @@ class Recorder:
         if not x.numel():
             call.absent["calls without tokens"] = "they hold nothing to measure"
             return None
-        is_first, replaced = not call.runs, None
+        is_first, changed = not call.runs, None
         given = (*args, *kwargs.values())
         run = call.begin_layer(module, block.layer, x, any(v.ndim == x.ndim == 3 for v in others(x, given)))
         if is_first:
             call.find_rows(x, known.is_turned)
         if is_first and self._has_gradients:
-            self._root = x
+            self._root = read = x
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
                 self._root = x.detach().requires_grad_()
                 x = self._root.clone()  # a leaf may not be written to in place, its copy may
-                replaced = with_argument(args, kwargs, name, x)
+                changed = tuple(replaced(values, [(read, x)]) for values in (args, kwargs))
         entered = stream_of(module, x, known.channels_first)
         call.running = run
         trace = self._local.trace = BlockTrace(call, block, run, entered, known, "branch" in self._measurer.kinds)
@@ -441,7 +442,7 @@ class Recorder:
         if self._measurer.watches_attention:
             call.watch = AttentionWatch()
             call.watch.__enter__()
-        return replaced
+        return changed
 
     def _compare_with_last(self, trace: BlockTrace, x: Tensor, given: tuple) -> None:
         """Compare what a block reads with what the block before it returned."""
@@ -449,6 +450,8 @@ class Recorder:
         if last is None:
             return
         self._checkpoints.mark(x, call, last.run)
+        if self._settle_other(last, x, trace.entered, call):
+            return
         if not last.is_passed_on(x):
             reason = f"{trace.block.name} reads another tensor than the one returned, of which is block_out"
             call.absent[f"stream after block {last.run.layer}"] = reason
@@ -459,7 +462,7 @@ class Recorder:
         if in_backward():
             repeated = self._checkpoints.running
             if repeated is not None and output is not None:
-                repeated.end(output_tensor(output))
+                repeated.end(self._passed_on(block, args, kwargs, output))
             return
         trace = self._trace_of(block)
         if trace is None:
@@ -468,8 +471,9 @@ class Recorder:
         watch, call.running, self._local.trace = call.stop_watching(), None, None
         if output is None:
             return
-        x = output_tensor(output)
-        beside = next((value for value in others(x, outputs_of(output)) if value.shape == x.shape), None)
+        x = self._passed_on(block, args, kwargs, output)
+        returned = others(x, outputs_of(output))
+        beside = next((value for value in returned if value.shape == x.shape), None)
         following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # for the last one itself
         stream, is_joined = x, False
         if beside is not None:
@@ -480,7 +484,7 @@ class Recorder:
         out = stream_of(following.module, stream, trace.known.channels_first)
         layer = call.layer = trace.layer
         self._measurer.activation(call, ("block_out", layer), out)
-        call.last = LastBlock(block.module, trace.run, x, beside, is_joined)
+        call.last = LastBlock(block.module, trace.run, x, beside, is_joined, [ref(value) for value in returned])
         self._checkpoints.mark(x, call, trace.run)
         trace.finish(out)
         self.norm_sites |= {norm: (site, layer) for (norm, _), site in trace.sites.items()}
@@ -491,6 +495,21 @@ class Recorder:
         trace.release()
         if call.implicit and block.index == self.sites.depth:
             self._end_call(call, complete=True)
+
+    @staticmethod
+    def _passed_on(block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor:
+        """The stream among what a block has returned."""
+        is_one = isinstance(output, Tensor)
+        return output if is_one else output_tensor(output, hidden_state(args, kwargs, block.module).shape)
+
+    def _settle_other(self, last: LastBlock, x: Tensor, view: Tensor, call: Call) -> bool:
+        """True if the stream `x` is another tensor of a block than the one measured, of another shape."""
+        is_other = last.returned_too(x)
+        if is_other:
+            call.forget(last.run.layer)
+            self._measurer.activation(call, ("block_out", last.run.layer), view)
+            call.absent[f"block {last.run.layer}"] = "which tensor it passes on is shown by the next block only"
+        return is_other
 
     def _settle_pair(self, last: LastBlock, x: Tensor, call: Call) -> bool:
         """True if the stream is the sum of a block's two outputs, by the first norm that reads it: `x`.
@@ -586,7 +605,7 @@ class Recorder:
                 x = view = (x + residual).detach()
             is_read = self._settle_pair(last, view, call) or same_tensor(x, last.out)
         else:
-            is_read = joins_streams or same_tensor(x, last.out)
+            is_read = joins_streams or same_tensor(x, last.out) or self._settle_other(last, x, view, call)
         self._checkpoints.mark(x, call, last.run)
         if is_read:
             read = NormRead(norm, call.layer, site="final_norm_in")
