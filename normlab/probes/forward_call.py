@@ -538,8 +538,12 @@ class Call:
         values += [self.attention_mask]
         return next((x for x in values if isinstance(x, Tensor) and x.ndim >= 2), None)
 
+    def caller_rows(self) -> list[tuple[int, int]]:
+        """The possible (batch, length) of this stack's tokens; those under other names come last."""
+        return [*self._caller_rows(), *self._likely_rows()]
+
     def _caller_rows(self) -> list[tuple[int, int]]:
-        """The possible (batch, length) of this stack's tokens, from the caller's arguments."""
+        """The same from the arguments with a known name."""
         like = self._tokens()
         if like is None:
             return []
@@ -571,7 +575,7 @@ class Call:
     def layout(self, tokens: Sequence[int]) -> Layout:
         """Find the layout of an activation's tokens. Raises `NormlabError` if the model adds positions to them."""
         choices = self._caller_rows()
-        for rows in [*choices, *self._likely_rows()]:
+        for rows in self.caller_rows():
             if (layout := row_layout(tokens, rows, self._turned)) is not None:
                 return layout
         by_shape = own_layout(tokens, self._turned if self.inputs.is_text else False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import takewhile
 from typing import Any, cast
@@ -168,10 +168,14 @@ def same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
 # -- features --------------------------------------------------------------------------------------------------------
 
 
-def is_channels_first(block: nn.Module, x: Tensor) -> bool:
-    """True if a block takes (batch, channels, positions...): its first convolution reads that many channels."""
+def is_channels_first(block: nn.Module, x: Tensor, rows: Collection[tuple[int, int]] = ()) -> bool:
+    """True if a block takes (batch, channels, positions...): its first convolution reads that many channels.
+
+    `rows` are the possible (batch, length) of the caller's tokens. Where `x` begins so, its second dimension is none of
+    channels.
+    """
     convolution = _CONVOLUTIONS.get(x.ndim)
-    if convolution is None:
+    if convolution is None or (x.ndim == 3 and x.shape[:2] in rows):
         return False
     first: Any = next((m for m in block.modules() if isinstance(m, convolution)), None)
     if first is None or first.in_channels != x.shape[1] or (x.ndim == 3 and x.shape[2] == x.shape[1]):

@@ -409,7 +409,9 @@ class Recorder:
         x = hidden_state(args, kwargs, module)
         known = self.known.get(module)
         if known is None:
-            known = self.known.setdefault(module, KnownBlock(is_channels_first(module, x), are_turned(module)))
+            rows = [] if self._call is None else self._call.caller_rows()
+            channels_first = is_channels_first(module, x, rows)
+            known = self.known.setdefault(module, KnownBlock(channels_first, are_turned(module)))
         if in_backward():  # a checkpoint runs the block again
             repeated = self._checkpoints.find(block, x, begins=True)
             if repeated is not None:

@@ -111,6 +111,34 @@ def test_streams_before_the_rows_each_lose_their_first_token():
         recorded(model, lambda: model(tokens(4, 4)), where)
 
 
+class Mixing(nn.Module):
+    """A convolution and a norm of twice the width, as in a gated Mamba."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.conv, self.norm = nn.Conv1d(2 * WIDTH, 2 * WIDTH, 1), nn.LayerNorm(2 * WIDTH)
+
+    def forward(self, h):
+        return h + self.down(self.norm(self.conv(self.up(h).mT).mT))
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body = nn.Embedding(64, WIDTH), Stack(Mixing, Mixing)
+
+    def forward(self, input_ids=None, text=None):
+        return self.body(self.embed(text if input_ids is None else input_ids))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "text"])
+def test_as_many_tokens_as_a_convolution_has_channels_are_no_channels(name):
+    model, ids = Mixed(), {name: tokens(2, 2 * WIDTH)}
+    table, (out,), _ = recorded(model, lambda: model(**ids), model.body.layers[0], ("token_l2_mean",))
+    assert table["block_out", 1, "token_l2_mean", "all"] == size(out)
+
+
 class Handing(nn.Module):
     """Blocks that are handed and return other tensors beside the stream, and a head."""
 
