@@ -22,6 +22,7 @@ from normlab.probes.layout import (
     Refusal,
     is_activation,
     is_turned,
+    letting_through,
     own_layout,
     row_layout,
     same_tensor,
@@ -224,10 +225,14 @@ def call_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     return bound | kwargs, not any(bound.get(name) for name in swallowed)
 
 
-def _cached_tokens(cache: Any) -> int:
-    """Tokens that a cache holds; 1 if it holds some and does not say how many."""
+def _cached_tokens(cache: Any) -> int | None:
+    """Tokens that a cache holds; 1 if it holds some and does not say how many, None if it may hold some."""
+    if isinstance(cache, bool | int | str):  # whether, or how, to make one
+        return 0
     if not hasattr(cache, "get_seq_length"):  # tensors of earlier tokens
-        return 1 if isinstance(cache, Tensor) or len(cache) else 0
+        if isinstance(cache, Tensor):
+            return 1
+        return min(len(cache), 1) if hasattr(cache, "__len__") else None
     try:
         return int(cache.get_seq_length())
     except ValueError:  # no attention, so no length
@@ -244,7 +249,7 @@ def given_mask(mask: TokenMask, arguments: Mapping[str, Any]) -> Any:
     if isinstance(value, Tensor) and mask in _MASKS_PADDING:
         value = value == 0
         return value[None] if value.ndim == 1 else value
-    return value
+    return letting_through(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -280,6 +285,7 @@ class CallInputs:
         self.has_decoder = False  # the call names a decoder's inputs next to an encoder's
         self.is_text = True  # the stack is fed from tokens, not from an image or a sound
         self.past = 0  # tokens in the cache before the call, which may fill it
+        self.knows_past = True
         # Whether the model hands the stack vectors that the caller did not give; None where no module holds it alone.
         self.is_handed_states: bool | None = None
         self.labels_averaged: float | Tensor | None = None
@@ -323,7 +329,9 @@ class CallInputs:
             self.has_decoder = holds_decoder
 
     def _count_past(self) -> None:
-        self.past = max((_cached_tokens(self.arguments[name]) for name in _CACHES if name in self.arguments), default=0)
+        counts = [_cached_tokens(self.arguments[name]) for name in _CACHES if name in self.arguments]
+        self.past = max((count for count in counts if count is not None), default=0)
+        self.knows_past = self.past > 0 or None not in counts
 
     def _take_known(self, module: nn.Module, arguments: dict[str, Any]) -> None:
         """Take what the caller gave under unknown names, and an inner module is handed under a known one."""
@@ -351,7 +359,7 @@ class CallInputs:
         if logits is None:
             self.unknown = "the model returns no logits with its loss"
             return
-        mask, items = self.arguments.get("attention_mask"), self.arguments.get("num_items_in_batch")
+        mask, items = given_mask("attention_mask", self.arguments), self.arguments.get("num_items_in_batch")
         try:
             result = labels_averaged(loss, logits, labels, mask, items, self.settled[name, items is not None])
         except Exception as error:  # the model goes on
@@ -535,7 +543,8 @@ class Call:
         """The caller's tensor of this stack's tokens; a mask has their shape."""
         names = _DECODER_TOKENS if self._is_decoder else _TOKENS
         values = [self.inputs.arguments.get(name) for name in names if self.inputs.is_text]
-        values += [self.attention_mask]
+        mask = self.attention_mask
+        values += [mask] if isinstance(mask, Tensor) and mask.ndim == 2 else []
         return next((x for x in values if isinstance(x, Tensor) and x.ndim >= 2), None)
 
     def caller_rows(self) -> list[tuple[int, int]]:
@@ -613,26 +622,45 @@ class Call:
         starts = starts[None] if starts.ndim == 1 else starts
         return starts.expand(rows) if starts.shape in ((1, rows[1]), rows) else None
 
+    def _mask(self, rows: tuple[int, int]) -> Any:
+        """The caller's mask; one of queries and keys as whether each token sees itself."""
+        mask = self.attention_mask
+        if not isinstance(mask, Tensor) or mask.ndim not in (3, 4):
+            return mask
+        seen = letting_through(mask) != 0
+        seen = seen.any(1) if seen.ndim == 4 else seen
+        seen = seen[:, :, self.past : self.past + rows[1]]
+        fits = all(n in (1, row) for n, row in zip(seen.shape, rows, strict=False)) and seen.shape[2] == rows[1]
+        return seen.expand(*rows, rows[1]).diagonal(dim1=1, dim2=2) if fits else mask
+
     def _row_masks(self, device: torch.device, layout: Layout, names: Sequence[str]) -> Tensor:
         """(names, rows, tokens per row): `token_masks` of a layout."""
         cached = any(name in self.inputs.arguments for name in _CACHES)  # it may still be empty
-        mask, starts = self.attention_mask, self._starts(layout.rows, device)
+        mask, starts = self._mask(layout.rows), self._starts(layout.rows, device)
         masks = token_masks(mask, layout.rows, device, names, cached, self.past, starts)
         masks = masks.view(len(names), *layout.rows)
-        if not layout.is_told:
-            if not bool(masks[0].all()):
-                raise NormlabError(
-                    f"there are as many rows as tokens in a row, {layout.rows[0]}, so they cannot be told apart: give "
-                    "batches of another size"
-                )
+        if not layout.is_told and not bool(masks[0].all()):
+            raise NormlabError(
+                f"there are as many rows as tokens in a row, {layout.rows[0]}, so they cannot be told apart: give "
+                "batches of another size"
+            )
+        if why := self._untold_firsts(layout, starts):
             by_row = torch.tensor([name != "all" for name in names], device=device)[:, None, None]
             masks = masks & ~by_row
             if bool(by_row.any()):
-                self.absent["mask no_first"] = (
-                    "whether the blocks hold (batch, length) or (length, batch) cannot be told: give the tokens or a "
-                    "mask by name, in batches with another number of rows than of tokens"
-                )
+                self.absent["mask no_first"] = why
         return masks
+
+    def _untold_firsts(self, layout: Layout, starts: Tensor | None) -> str:
+        """The reason that the first token of a row is not known; "" where it is."""
+        if not layout.is_told:
+            return (
+                "whether the blocks hold (batch, length) or (length, batch) cannot be told: give the tokens or a mask "
+                "by name, in batches with another number of rows than of tokens"
+            )
+        if starts is None and not self.inputs.knows_past:
+            return "the cache does not say how many tokens it holds: give it __len__, or call with position_ids"
+        return ""
 
     def masks(self, device: torch.device, tokens: tuple[int, ...]) -> Tensor | None:
         """(masks, tokens) bool: which tokens of an activation of this shape count; None with the reason in `absent`."""
@@ -666,7 +694,8 @@ class Call:
     def counts_first_tokens(self, device: torch.device, tokens: tuple[int, ...]) -> bool:
         """True if the masks differ in the first real token of each row, if at all."""
         layout = self.layout(tokens)
-        return layout.is_told and self._starts(layout.rows, device) is None
+        starts = self._starts(layout.rows, device)
+        return starts is None and not self._untold_firsts(layout, starts)
 
     def first_tokens(self, device: torch.device, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Flat positions of each row's first real token (of all its streams), and whether the row has one."""
@@ -683,7 +712,7 @@ class Call:
         Padding on the left has position 0; masks leave it out. The caller's own positions come first.
         """
         layout = self.layout(tokens)
-        mask, (batch, length) = self.attention_mask, layout.rows
+        mask, (batch, length) = self._mask(layout.rows), layout.rows
         given = self.inputs.arguments.get("position_ids")
         has_given = given is not None and self._starts(layout.rows, device) is not None
         if given is not None and has_given and given.ndim <= 2:

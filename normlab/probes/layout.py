@@ -305,6 +305,11 @@ def row_layout(tokens: Sequence[int], rows: tuple[int, int], is_turned: bool | N
     return Layout(tokens, 1, 0) if tokens == rows[::-1] else None
 
 
+def letting_through(mask: Tensor) -> Tensor:
+    """A mask whose values are not 0 at tokens; an additive one (float, nothing above 0) is 0 at tokens."""
+    return mask == 0 if mask.is_floating_point() and not bool((mask > 0).any()) else mask
+
+
 def token_masks(
     attention_mask: Tensor | None,
     tokens: Sequence[int],
@@ -320,7 +325,7 @@ def token_masks(
     activations dominate means. Left and right padding both work.
 
     Args:
-        attention_mask: (batch, length), non-zero = real.
+        attention_mask: (batch, length), non-zero = real (see `letting_through`).
         tokens: (batch, ..., length) of the activation.
         device: where the masks are made.
         names: which masks.

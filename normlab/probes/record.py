@@ -88,7 +88,8 @@ def record(
             scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
         masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
         mask: name of the argument that masks padding, where it is not a known one. The mask is (batch, length), with
-            non-zero = a token. Or a function of the call's `CallInputs` that gives it.
+            non-zero = a token; or additive, with nothing above 0 and 0 = a token. Or a function of the call's
+            `CallInputs` that gives it.
 
     Raises:
         NormlabError: unknown metric or mask; gradient metrics under no_grad, without countable labels, or without a

@@ -240,6 +240,50 @@ def test_tokens_under_a_name_of_their_own_tell_the_rows():
         assert sizes(model, ids)[0] == [size(model.embed(ids)), size(model.embed(ids)[:, 1:])]
 
 
+@pytest.mark.parametrize("form", ["float", "additive", "finite", "by query", "by key", "boolean by query"])
+def test_a_mask_may_be_added_to_scores_and_have_queries(form):
+    ids, real = padded(), (~PADDING).float()
+    additive = torch.zeros_like(real).masked_fill(PADDING, -torch.inf)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask = {
+        "float": real,
+        "additive": additive,
+        "finite": additive.clamp_min(-1e9),
+        "by query": additive[:, None, None] + torch.zeros(LENGTH, LENGTH).masked_fill(~causal, -torch.inf),
+        "by key": additive[:, None, None],
+        "boolean by query": (~PADDING)[:, None, None] & causal,
+    }[form]
+    model = Text()
+    assert sizes(model, ids, mask)[0] == expected(model.embed(ids))
+
+
+class Remembering(Text):
+    def forward(self, input_ids, cache=None, position_ids=None):
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("cache", [False, [], object()])
+def test_first_tokens_are_left_out_where_a_cache_may_hold_them(cache):
+    model, ids = Remembering(), padded(padding=torch.zeros_like(PADDING))
+    found, absent = sizes(model, ids, cache=cache)
+    every, others = size(model.embed(ids)), size(model.embed(ids)[:, 1:])
+    is_known = cache in (False, [])
+    assert found == [every, others if is_known else None]
+    assert is_known or "the cache does not say" in absent["mask no_first"]
+    assert sizes(model, ids, cache=cache, position_ids=torch.arange(LENGTH))[0] == [every, others]
+
+
+def test_padding_is_read_where_a_static_cache_has_the_mask_of_its_queries():
+    model, ids = tiny_llama().eval(), padded()
+    tables = []
+    for kind in ("dynamic", "static"):
+        with record(model, ["rms"]) as rec, torch.no_grad():
+            model.generate(ids, attention_mask=(~PADDING).long(), max_new_tokens=2, do_sample=False, pad_token_id=0,
+                           cache_implementation=kind)  # fmt: skip
+        tables.append(rec.stats().to_pandas(errors=True).query("site == 'block_out'")["tokens"].tolist())
+    assert tables[0] == tables[1]
+
+
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 
