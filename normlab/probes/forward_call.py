@@ -6,6 +6,7 @@ import inspect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -52,6 +53,10 @@ _NO_MASKS = {
     "shift_labels", "langs", "head_mask", "global_attention_mask", "special_tokens_mask", "src_mask", "tgt_mask",
     "memory_mask", "memory_key_padding_mask", "decoder_attention_mask", *_MASKS,
 }  # fmt: skip
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+_OF_FIRST = (
+    "the model runs its blocks on several texts in one call, and the mask may be of the first: call it once for each"
+)
 _CACHES = ("cache", "past_key_values", "cache_params", "past_kv_cache", "mems", "state", "past_buckets_states")
 
 
@@ -263,6 +268,18 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def _are_rows_of(x: Any, batch: Any) -> bool:
+    """True if `x` is a view of fewer rows of a batch."""
+    if not isinstance(x, Tensor) or not isinstance(batch, Tensor) or x is batch or not 1 < x.ndim == batch.ndim:
+        return False
+    if x.shape[1:] != batch.shape[1:] or len(x) >= len(batch):
+        return False
+    return x.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr()
+
+
+Entered = tuple[nn.Module, tuple, dict[str, Any]]  # a module and what it was called with
+
+
 class CallInputs:
     """The arguments of one forward call, from the outermost module that is handed tensors by name.
 
@@ -286,6 +303,7 @@ class CallInputs:
         self.is_text = True  # the stack is fed from tokens, not from an image or a sound
         self.past = 0  # tokens in the cache before the call, which may fill it
         self.knows_past = True
+        self.why = ""  # it is not known which tokens are padding
         # Whether the model hands the stack vectors that the caller did not give; None where no module holds it alone.
         self.is_handed_states: bool | None = None
         self.labels_averaged: float | Tensor | None = None
@@ -293,15 +311,32 @@ class CallInputs:
         self.unknown = "this call has no countable labels"
         self._source: nn.Module | None = None  # the inner module whose names tell what the caller's tensors are
 
-    def begins_again(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """True if the module whose names tell the tokens is called with others: the second text of a bi-encoder."""
-        if module is not self._source:
-            return False
-        arguments = call_arguments(module, args, kwargs)[0]
-        return any(
-            isinstance(arguments.get(name), Tensor) and arguments[name] is not self.arguments.get(name)
-            for name in _TOKENS
-        )
+    def is_other_text(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """True if a module is called with other tokens: the second text of a bi-encoder."""
+        arguments, names = call_arguments(module, args, kwargs)[0], _TOKENS if module is self._source else _TOKENS[:1]
+        given = {name: arguments.get(name) for name in names}
+        return any(isinstance(x, Tensor) and x is not self.arguments.get(name) for name, x in given.items())
+
+    def following(self, entered: Sequence[Entered], tokens: Sequence[Tensor]) -> CallInputs:
+        """The arguments of a further pass in the same call, by the modules entered for it.
+
+        Without them they are the same if the `tokens` of which vectors were looked up are. The labels are the call's.
+        """
+        new = CallInputs()
+        for one in entered:
+            new.add(*one)
+        tensors = {name: x for name, x in new.arguments.items() if isinstance(x, Tensor)}
+        if all(name not in _KNOWN and x.is_floating_point() for name, x in tensors.items()):
+            if any(ids is self.arguments.get(name) for ids in tokens for name in _TOKENS):
+                same = copy(self)
+                same.labels_averaged = None
+                return same
+            masks = [given_mask(name, self.arguments) for name in _MASKS if name in self.arguments]
+            if self.mask is not None or any(not isinstance(x, Tensor) or bool((x == 0).any()) for x in masks):
+                new.why = _OF_FIRST
+        new.mask, new.settled = self.mask, self.settled
+        new.arguments |= {name: self.arguments[name] for name in _LABELS if name in self.arguments}
+        return new
 
     def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note the call of a module on the way from the root to the blocks, from the outside in."""
@@ -334,7 +369,13 @@ class CallInputs:
         self.knows_past = self.past > 0 or None not in counts
 
     def _take_known(self, module: nn.Module, arguments: dict[str, Any]) -> None:
-        """Take what the caller gave under unknown names, and an inner module is handed under a known one."""
+        """Take what the caller gave under unknown names, and an inner module is handed under a known one.
+
+        Of a batch that is handed on in parts, take the part.
+        """
+        for name in (*_TEXT, *_MASKS, "position_ids"):
+            if _are_rows_of(arguments.get(name), self.arguments.get(name)):
+                self.arguments[name] = arguments[name]
         given = _tensors(self.arguments.values())
         is_named = any(name in self.arguments for name in _TEXT)
         for name in _KNOWN:
@@ -400,6 +441,21 @@ class Run:
         return any(same_tensor(read(), x) for read in self.reads)
 
 
+def _descends(x: Tensor, node: Any) -> bool:
+    """True if `x` was computed from what a node of the graph made."""
+    if node is None:
+        return False
+    seen, ahead = set(), [x.grad_fn]
+    while ahead:
+        one = ahead.pop()
+        if one is node:
+            return True
+        if one is not None and one not in seen:
+            seen.add(one)
+            ahead += [before for before, _ in one.next_functions]
+    return False
+
+
 @dataclass(eq=False)
 class LastBlock:
     """The output of the block that ran last, until the next one or the final norm has read it."""
@@ -459,6 +515,11 @@ class Call:
         self.watch: AttentionWatch | None = None
         self.layer = 0  # of the latest block that ran
         self.runs: dict[nn.Module, list[Run]] = {}  # of each block
+        self.earlier: list[Call] = []  # passes of the blocks in the same call of the model, such as of another text
+        self.out: ref[Tensor] | None = None  # of the latest block that ran
+        self.node: Any = None  # of the graph, that made it
+        self.entered: list[Entered] = []  # modules on the way to the blocks, since then
+        self.looked_up: list[Tensor] = []  # tokens whose vectors were, since then
         self.last: LastBlock | None = None
         self.final: list[NormRead] = []  # norms that read a block's output after it; the last block's counts
         self.measured: tuple[Tensor, int, Tensor] | None = None  # the latest activation, its version, its statistics
@@ -489,6 +550,26 @@ class Call:
         run = Run(self.layer + 1 if repeats else layer, [ref(x)])
         self.runs.setdefault(block, []).append(run)
         return run
+
+    def is_another_pass(self, block: nn.Module, x: Tensor) -> bool:
+        """True if a block that begins on `x` begins the stack anew, from tokens, and is no further layer."""
+        out = None if self.out is None else self.out()
+        if block is not next(iter(self.runs), None) or same_tensor(out, x) or _descends(x, self.node):
+            return False
+        tokens = x.numel() // x.shape[-1]
+        if any(ids.numel() == tokens and ids.ndim >= min(2, x.ndim - 1) for ids in self.looked_up):
+            return True
+        if any(self.inputs.is_other_text(*one) for one in self.entered):
+            return True
+        self.absent[f"layers from {self.layer + 1} on"] = (
+            "their blocks run again, on a tensor that is not known to come from the last output: if it is of another "
+            "text, call the model once for each"
+        )
+        return False
+
+    def go_on(self) -> None:
+        """A block begins."""
+        self.entered, self.looked_up = [], []
 
     def forget(self, layer: int) -> None:
         """Drop what was staged of a block's output and of its change of the stream."""
@@ -667,6 +748,8 @@ class Call:
         key = (device, tokens)
         if key not in self._masks:
             try:
+                if self.inputs.why:
+                    raise NormlabError(self.inputs.why)
                 layout = self.layout(tokens)
                 self._note_unknown_masks(layout.rows)
                 self._masks[key] = layout.by_tokens(self._row_masks(device, layout, self.mask_names))
@@ -748,5 +831,6 @@ class Call:
 
     def close(self) -> None:
         """Let go of every activation."""
-        self.running = self.last = self.measured = self.hooked = None
+        self.running = self.last = self.measured = self.hooked = self.out = self.node = None
         self.final = []
+        self.go_on()

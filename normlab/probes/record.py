@@ -73,7 +73,8 @@ def record(
     several backward passes through one forward pass are summed. A pass that adds to no `.grad` counts if it is alone.
 
     Of a block that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them. A
-    block that runs again in one call is a further layer.
+    block that runs again in one call is a further layer, if it reads what comes from the last output. From other
+    tokens (a second text, a part of the batch) it is another pass, with a mask of its own.
 
     Only whole forward passes count: one that raises leaves no trace, nor does one that had begun before. The model's
     outputs are bit-identical and its hooks untouched; ours run after them. Metrics that do not apply have no rows, nor
@@ -157,7 +158,7 @@ class Recorder:
         self._eager: AbstractContextManager = nullcontext()
         self._local = _Running()
         self._lock = threading.Lock()
-        self._root: Tensor | None = None  # where `backward` ends
+        self._roots: list[Tensor] = []  # where `backward` ends, of each pass in a call
         self._latest: Call | None = None
         self.known: dict[nn.Module, KnownBlock] = {}
         self.settled = unsettled()
@@ -193,7 +194,7 @@ class Recorder:
         self._eager = nullcontext()
         if self._call is not None:
             self._call.stop_watching()
-        self._root = None
+        self._roots = []
         self._local = _Running()
         self._checkpoints.forget_running()
 
@@ -223,6 +224,10 @@ class Recorder:
                 self._read(block, rule, measurer.streams, rule, kind, find=lambda args, kwargs: args[0])
         for norm in self.sites.outer_norms:
             self._before(norm, self._outer_norm_in)
+        inside = {module for block in self.sites.blocks for module in block.module.modules()}
+        for module in self.sites.model.modules():
+            if isinstance(module, nn.Embedding) and module not in inside:
+                self._before(module, self._look_up)
 
     def _before(self, module: nn.Module, act: Callable) -> None:
         self._handles.append(module.register_forward_pre_hook(Hook(self, act), with_kwargs=True))
@@ -316,9 +321,9 @@ class Recorder:
         if local.is_left_out:
             return
         call = self._call
-        if call is not None and call.inputs.begins_again(module, args, kwargs):
-            self._end_call(call, complete=True)
-            call = None
+        if call is not None and call.runs and not call.implicit:  # for more blocks, or another text
+            call.entered.append((module, args, kwargs))
+            return
         if call is None or call.implicit:
             call = self._open_call()
         try:
@@ -351,31 +356,55 @@ class Recorder:
         self._local.is_left_out &= bool(entered)
         if call is None:
             return
-        if self._has_gradients and output is not None:
+        is_of_all = not entered or not call.earlier  # of a module inside it is the loss of one text
+        if self._has_gradients and output is not None and is_of_all:
             call.inputs.compare(output)
         if not entered:
             self._end_call(call, complete=output is not None)
 
     def _end_call(self, call: Call, complete: bool) -> None:
         self._local.call = self._local.trace = None
+        passes = [*call.earlier, call]
         try:
-            if complete and call.layer:
-                for read in call.final:
-                    if read.layer == call.layer:
-                        self.norm_sites[read.norm] = ("final_norm_in", call.layer)
-                    else:
-                        read.site = None  # it read an earlier block's output: no final norm
-                self._resolve_loss(call)
+            if complete:
+                self._end_pass(call)
+                for one in passes:
+                    one.inputs.labels_averaged, one.inputs.unknown = call.inputs.labels_averaged, call.inputs.unknown
+                    if one.layer:
+                        self._resolve_loss(one)
         finally:
             call.close()
         if complete:
             with self._lock:
-                self._finished.append(call)
-                if call.waits:
-                    self._checkpoints.wait_for(call)
-                self._calls += bool(call.layer)
-                self._idle_calls += not call.layer
-                self._layers = max(self._layers, call.layer)
+                for one in passes:
+                    self._finished.append(one)
+                    if one.waits:
+                        self._checkpoints.wait_for(one)
+                    self._calls += bool(one.layer)
+                    self._idle_calls += not one.layer
+                    self._layers = max(self._layers, one.layer)
+
+    def _end_pass(self, call: Call) -> None:
+        for read in call.final:
+            if read.layer == call.layer:
+                self.norm_sites[read.norm] = ("final_norm_in", call.layer)
+            else:
+                read.site = None  # it read an earlier block's output: no final norm
+        call.close()
+
+    def _next_pass(self, call: Call) -> Call:
+        """Begin another pass of the blocks in the same call of the model; one that was interrupted is dropped."""
+        is_whole, inputs = call.running is None, call.inputs.following(call.entered, call.looked_up)
+        self._end_pass(call)
+        new = self._open_call()
+        new.inputs, new.earlier = inputs, [*call.earlier, *([call] if is_whole else [])]
+        return new
+
+    def _look_up(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note the tokens that a table outside the blocks is asked for, after a block."""
+        call = self._call
+        if call is not None and call.runs:
+            call.looked_up += [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
 
     def _resolve_loss(self, call: Call) -> None:
         """Fix the factor to the summed loss's gradient; without one there are no gradients, or an error."""
@@ -425,17 +454,23 @@ class Recorder:
         if not x.numel():
             call.absent["calls without tokens"] = "they hold nothing to measure"
             return None
+        if call.runs and call.is_another_pass(module, x):
+            call = self._next_pass(call)
+        for one in call.entered:
+            call.inputs.add(*one)
+        call.go_on()
         is_first, changed = not call.runs, None
         given = (*args, *kwargs.values())
         run = call.begin_layer(module, block.layer, x, any(v.ndim == x.ndim == 3 for v in others(x, given)))
         if is_first:
             call.find_rows(x, known.is_turned)
         if is_first and self._has_gradients:
-            self._root = read = x
+            root = read = x
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
-                self._root = x.detach().requires_grad_()
-                x = self._root.clone()  # a leaf may not be written to in place, its copy may
+                root = x.detach().requires_grad_()
+                x = root.clone()  # a leaf may not be written to in place, its copy may
                 changed = tuple(replaced(values, [(read, x)]) for values in (args, kwargs))
+            self._roots = [*self._roots, root] if call.earlier else [root]
         entered = stream_of(module, x, known.channels_first)
         call.running = run
         trace = self._local.trace = BlockTrace(call, block, run, entered, known, "branch" in self._measurer.kinds)
@@ -487,6 +522,7 @@ class Recorder:
         out = stream_of(following.module, stream, trace.known.channels_first)
         layer = call.layer = trace.layer
         self._measurer.activation(call, ("block_out", layer), out)
+        call.out, call.node = ref(x), x.grad_fn
         call.last = LastBlock(block.module, trace.run, x, beside, is_joined, [ref(value) for value in returned])
         self._checkpoints.mark(x, call, trace.run)
         trace.finish(out)
@@ -627,12 +663,12 @@ class Recorder:
         Raises:
             NormlabError: there is no such forward.
         """
-        if self._root is None:
+        if not self._roots:
             raise NormlabError(
                 "no forward to differentiate: ask for a grad_* metric and run the model inside record() first"
             )
-        torch.autograd.grad(loss, self._root)
-        self._root = None
+        torch.autograd.grad(loss, self._roots, allow_unused=len(self._roots) > 1)
+        self._roots = []
 
     def stats(self, step: int | None = None) -> LayerStats:
         """Everything recorded so far. One transfer from each device. `step` becomes the table's `step` column.

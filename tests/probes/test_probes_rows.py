@@ -1,10 +1,12 @@
 """Tokens that count: masks by other names, PyTorch's, wrappers, rows and tokens that change places, positions that
 do not begin with 0. What cannot be told is not counted as if it could."""
 
+import contextlib
+
 import pytest
 import torch
 from probe_toys import WIDTH, PreLN, Stack, X, size
-from probe_zoo import tiny_llama, values
+from probe_zoo import near, tiny_llama, values
 from torch import nn
 
 from normlab import angular_distance, observe
@@ -149,6 +151,77 @@ def test_the_second_text_of_a_bi_encoder_is_a_call_of_its_own():
     assert stats.manifest["layers"] == 2 and stats.manifest["forward_passes"] == 2
     both = torch.cat([embed(ids)[~PADDING], embed(longer)[mask.bool()]])
     assert values(stats)["block_out", 0, "token_l2_mean", "all"] == size(both)
+
+
+class Several(nn.Module):
+    """Runs its stack more than once in a call. The loss is of all tokens."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.encoder = how, Text()
+        self.head = nn.Linear(WIDTH, 24)
+
+    def hidden(self, ids, mask):
+        embed, body = self.encoder.embed, self.encoder.body
+        if self.how == "whole":
+            return self.encoder(ids, mask)
+        if self.how == "halves":
+            return torch.cat([body(embed(part)) for part in ids.chunk(2)])
+        if self.how == "modules":
+            return torch.cat([self.encoder(*part) for part in zip(ids.chunk(2), mask.chunk(2), strict=True)])
+        if self.how == "retry":
+            with contextlib.suppress(TypeError):
+                body.layers[1](body.layers[0](embed(ids)), None)
+            return body(embed(ids))
+        if self.how == "same":
+            return (self.encoder(ids, mask) + self.encoder(ids, mask)) / 2
+        return body(body(embed(ids)) + embed.weight[1])  # recurrent
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.hidden(input_ids, attention_mask))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+FOUR = torch.randint(1, 20, (4, LENGTH), generator=torch.Generator().manual_seed(5))
+FOUR_PADDED = torch.cat([PADDING, PADDING[:1].flip(1)])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("how", ["halves", "modules", "retry"])
+def test_parts_of_a_batch_in_one_call_are_passes_and_no_further_layers(how, frozen):
+    tables, padding = [], torch.zeros_like(FOUR_PADDED) if how == "halves" else FOUR_PADDED
+    mask = None if how == "halves" else (~padding).long()
+    for one in ("whole", how):
+        model = Several(one).requires_grad_(not frozen)
+        with record(model, ["rms", "grad_l2_total"], masks=["all"]) as rec:
+            rec.backward(model(padded(FOUR, padding), mask, FOUR)["loss"])
+        tables.append(values(rec.stats()))
+    assert tables[1] == near(tables[0]) and rec.stats().manifest["layers"] == 2
+    assert rec.stats().manifest["forward_passes"] == (1 if how == "retry" else 2)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_one_text_twice_in_a_call_has_its_mask_in_both_passes(grad):
+    model, ids = Several("same"), padded()
+    with torch.set_grad_enabled(grad), record(model, SIZE) as rec:
+        model(ids, (~PADDING).long())
+    found = [values(rec.stats())["block_out", 0, "token_l2_mean", name] for name in ("all", "no_first")]
+    assert found == expected(model.encoder.embed(ids)) and rec.stats().manifest["layers"] == 2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_descends_from_the_last_output_is_a_further_layer_and_what_may_is_one_with_a_note(grad):
+    model = Several("recurrent")
+    with torch.set_grad_enabled(grad), record(model, SIZE) as rec:
+        model(IDS)
+    assert rec.stats().manifest["layers"] == 4
+    assert ("layers from 3 on" in rec.absent) != grad
+
+
+def test_parts_of_a_batch_with_padding_that_nothing_names_are_refused():
+    with pytest.raises(NormlabError, match="attention_mask is|call it once for each"):
+        sizes(Several("halves"), padded(FOUR, FOUR_PADDED), (~FOUR_PADDED).long())
 
 
 # -- PyTorch's own stacks ----------------------------------------------------------------------------------------------
