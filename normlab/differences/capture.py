@@ -323,7 +323,7 @@ def _hooks(
 
     def before(name: str, act: Any) -> tuple[nn.Module, Any]:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-            x = find_input(args, kwargs)
+            x = find_input(args, kwargs, module if name in roles.blocks else None)
             given = act(name, x)
             return None if x is None or given is None else tuple(replaced(v, [(x, given)]) for v in (args, kwargs))
 
@@ -331,13 +331,14 @@ def _hooks(
 
     def after(name: str, act: Any) -> tuple[nn.Module, Any]:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-            x = find_output(output)
+            read = find_input(args, kwargs, module) if name in roles.blocks else None
+            x = find_output(output, None if read is None else read.shape)
             given = act(name, x)
             if x is None or given is None:
                 return None
             if name in roles.blocks and any(other.shape == x.shape for other in others(x, outputs_of(output))):
                 raise NormlabError("blocks hand on several tensors, and one of them is given")
-            return with_output(output, given)
+            return replaced(output, [(x, given)])
 
         return modules[name], hook
 

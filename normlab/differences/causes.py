@@ -32,7 +32,7 @@ from normlab.differences.capture import (
     relative_difference,
 )
 from normlab.differences.forms import aligned, merged, rank_of_change
-from normlab.probes.layout import hidden_state, with_argument
+from normlab.probes.layout import hidden_state, replaced
 
 CLOSE = 1e-5  # relative difference below which two tensors in float64 are one
 BETTER = 30.0  # by which a trial must bring the models together
@@ -483,9 +483,8 @@ def _entered(e: Evidence, model: nn.Module) -> Iterator[None]:
     """Have the site's block read what it read in A, whatever else was changed before it."""
 
     def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        x, name = hidden_state(args, kwargs)
-        kept = e.entering
-        return with_argument(args, kwargs, name, x if kept is None or kept.shape != x.shape else kept)
+        x, kept = hidden_state(args, kwargs, module), e.entering
+        return tuple(replaced(v, [(x, x if kept is None or kept.shape != x.shape else kept)]) for v in (args, kwargs))
 
     handle = model.get_submodule(e.block).register_forward_pre_hook(enter, with_kwargs=True) if e.block else None
     try:

@@ -181,7 +181,8 @@ class Runner:
             return _successors(labels) if self._labels_are_shifted(batch) and labels.ndim == 2 else labels
         batch = self._known(batch)
         prefix = "decoder_" if "decoder_input_ids" in batch else ""
-        labels, mask = batch.get(f"{prefix}input_ids", batch.get("input")), batch.get(f"{prefix}attention_mask")
+        labels = batch.get(f"{prefix}input_ids", batch.get("input"))
+        mask = given_mask(f"{prefix}attention_mask", batch)
         if labels is None:
             raise NormlabError("a batch has neither labels nor input_ids: the loss needs one of them")
         if mask is not None:
@@ -206,7 +207,7 @@ class Runner:
             if loss is not None and logits is not None:
                 if not bool(loss.isfinite()):
                     return True
-                averaged = labels_averaged(loss, logits, labels, self._known(batch).get("attention_mask"))
+                averaged = labels_averaged(loss, logits, labels, given_mask("attention_mask", self._known(batch)))
                 if averaged is None:
                     raise NormlabError(
                         "the returned loss and logits do not tell whether labels are shifted: leave out `labels` to "

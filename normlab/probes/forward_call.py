@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -21,6 +23,7 @@ from normlab.probes.layout import (
     Refusal,
     is_activation,
     is_turned,
+    letting_through,
     own_layout,
     row_layout,
     same_tensor,
@@ -32,7 +35,8 @@ from normlab.probes.stream_sums import Rows
 IGNORED_LABEL = -100
 GRADIENTS = "gradients"  # in `absent`: why gradients of a forward pass are left out
 CHUNK = 1 << 22  # 16 MiB of float32 logits at a time
-CLOSE = 1e-3  # largest relative distance of a loss from its reading
+CLOSE = 1e-3  # largest relative distance of a loss from its reading, in half precision
+ROUNDINGS = 32  # the largest of a loss in float32, in roundings of its terms
 APART = 4.0  # how much nearer it must be than readings of another divisor
 _TEXT = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "input")
 _OTHER = ("pixel_values", "input_features", "input_values", "flattened_patches", "images", "pixel_values_videos")
@@ -49,6 +53,10 @@ _NO_MASKS = {
     "shift_labels", "langs", "head_mask", "global_attention_mask", "special_tokens_mask", "src_mask", "tgt_mask",
     "memory_mask", "memory_key_padding_mask", "decoder_attention_mask", *_MASKS,
 }  # fmt: skip
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+_OF_FIRST = (
+    "the model runs its blocks on several texts in one call, and the mask may be of the first: call it once for each"
+)
 _CACHES = ("cache", "past_key_values", "cache_params", "past_kv_cache", "mems", "state", "past_buckets_states")
 
 
@@ -74,20 +82,39 @@ def _normalizers(logits: Tensor) -> Tensor:
     return torch.cat([part.float().logsumexp(-1) for part in rows.split(max(1, CHUNK // rows.shape[-1]))])
 
 
-def _summed(logits: Tensor, normalizers: Tensor, labels: Tensor) -> tuple[float, int] | None:
-    """Summed cross-entropy and the number of labels; None without labels, or with one out of range."""
+def _summed(logits: Tensor, normalizers: Tensor, labels: Tensor) -> tuple[float, float, int] | None:
+    """Summed cross-entropy, the size of its terms, and how many labels; None without one, or with one out of range."""
     kept = labels != IGNORED_LABEL
     wanted = labels[kept]
     if wanted.numel() == 0 or int(wanted.max()) >= logits.shape[-1] or int(wanted.min()) < 0:
         return None
-    chosen = logits[(*kept.nonzero(as_tuple=True), wanted)]
-    return float((normalizers[kept] - chosen.float()).double().sum()), wanted.numel()
+    chosen, above = logits[(*kept.nonzero(as_tuple=True), wanted)].double(), normalizers[kept].double()
+    return float((above - chosen).sum()), float((above.abs() + chosen.abs()).sum()), wanted.numel()
 
 
-def _readings(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
-    """(logits, their normalizers, labels, shifted) of every way to compare labels with logits."""
+class Reading(NamedTuple):
+    """A way in which a loss may average the cross-entropy of labels."""
+
+    shifted: bool  # labels are of the next token
+    skips_padding: bool
+    divisor: str  # "labels", "items" or "nothing"
+
+
+READINGS = frozenset(map(Reading._make, product((False, True), (False, True), ("labels", "items", "nothing"))))
+Settled = defaultdict[tuple[str, bool], set[Reading]]  # by the argument of labels, and whether items are given
+
+
+def unsettled() -> Settled:
+    """How a loss averages, before any call."""
+    return defaultdict(lambda: set(READINGS))
+
+
+def _compared(
+    logits: Tensor, labels: Tensor, mask: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, bool, tuple[bool, ...]]]:
+    """(logits, their normalizers, labels, shifted, skips padding) of every way to compare labels with logits."""
     if labels.ndim == 1 and logits.ndim == 2:
-        yield logits, _normalizers(logits), labels, False
+        yield logits, _normalizers(logits), labels, False, (False, True)
     if labels.ndim != 2 or logits.ndim != 3 or logits.shape[0] != labels.shape[0]:
         return
     length = labels.shape[1]
@@ -95,23 +122,34 @@ def _readings(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Iterator[t
         return
     logits = logits[:, logits.shape[1] - length :]  # positions before the text have no labels
     normalizers = _normalizers(logits).view(labels.shape)
-    choices = [labels]
+    choices: list[tuple[Tensor, tuple[bool, ...]]] = [(labels, (False, True))]
     if isinstance(mask, Tensor) and mask.shape == labels.shape and bool((mask == 0).any()):
-        choices.append(labels.masked_fill(mask == 0, IGNORED_LABEL))
-    for chosen in choices:
+        choices = [(labels, (False,)), (labels.masked_fill(mask == 0, IGNORED_LABEL), (True,))]
+    for chosen, skips in choices:
         if length > 1:
-            yield logits[:, :-1], normalizers[:, :-1], chosen[:, 1:], True
-        yield logits, normalizers, chosen, False
+            yield logits[:, :-1], normalizers[:, :-1], chosen[:, 1:], True, skips
+        yield logits, normalizers, chosen, False, skips
+
+
+def _is_half(loss: Tensor) -> bool:
+    """True if a loss has half precision, whatever its type."""
+    return any(bool(loss == loss.to(kind)) for kind in (torch.float16, torch.bfloat16))
 
 
 @torch.no_grad()
 def labels_averaged(
-    loss: Tensor, logits: Tensor, labels: Tensor, mask: Tensor | None = None, items: Tensor | float | None = None
+    loss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None = None,
+    items: Tensor | float | None = None,
+    settled: set[Reading] | None = None,
 ) -> tuple[float, bool] | None:
     """Find N such that `loss` = summed token loss / N, and whether labels are shifted.
 
     Every reading of the labels (next or same token; with or without those at padding) has a sum S and a count n. The
-    loss is compared with S / N for N in {n, `items`, 1}. No model's name is involved.
+    loss is compared with S / N for N in {n, `items`, 1}. No model's name is involved. A loss in float32 fits within the
+    roundings of its terms: that of smoothed labels, or with another term, is near a wrong reading now and then.
 
     Args:
         loss: the loss that the model returned.
@@ -119,6 +157,8 @@ def labels_averaged(
         labels: (batch, length) or (batch,), -100 = none.
         mask: the attention mask, for losses that leave out padding.
         items: `num_items_in_batch`, when the caller gave it.
+        settled: the readings that fitted all calls before (at first `READINGS`). Others do not count, and those that
+            do not fit this call are removed.
 
     Returns:
         (N, shifted). None when no reading fits, or two of different N fit alike. N is NaN if the loss is not finite.
@@ -129,23 +169,32 @@ def labels_averaged(
         return math.nan, False  # nothing fits, and the gradients are no numbers either
     if value == 0 and not bool((labels != IGNORED_LABEL).any()):
         return (1.0 if items is None else float(items)), True
-    fits: list[tuple[float, float, bool]] = []
-    for scores, normalizers, wanted, shifted in _readings(logits, labels.to(logits.device), mask):
+    is_half = _is_half(loss)
+    fits: dict[Reading, tuple[float, float]] = {}
+    for scores, normalizers, wanted, shifted, skips in _compared(logits, labels.to(logits.device), mask):
         result = _summed(scores, normalizers, wanted)
         if result is None:
             continue
-        total, count = result
-        for divisor in dict.fromkeys([float(count), *([float(items)] if items is not None else []), 1.0]):
-            distance = abs(value * divisor - total) / max(abs(total), 1e-30)
-            if distance <= CLOSE:
-                fits.append((distance, divisor, shifted))
+        total, size, count = result
+        close = CLOSE * max(abs(total), 1e-30)
+        if not is_half:
+            close = min(close, ROUNDINGS * torch.finfo(torch.float32).eps * size)
+        divisors = {"labels": float(count), "nothing": 1.0} | ({} if items is None else {"items": float(items)})
+        for name, divisor in divisors.items():
+            distance = abs(value * divisor - total)
+            if distance <= close:
+                fit = distance / max(abs(total), 1e-30), divisor
+                fits |= {Reading(shifted, skip, name): fit for skip in skips}
+    if settled is not None and (fits or not is_half):  # half precision may miss its own reading
+        settled.intersection_update(fits)
+        fits = {reading: fits[reading] for reading in settled}
     if not fits:
         return None
-    best = min(fits)
-    others = [distance for distance, divisor, _ in fits if abs(divisor / best[1] - 1) > 1e-9]
+    best, reading = min((fit, reading) for reading, fit in fits.items())
+    others = [distance for distance, divisor in fits.values() if abs(divisor / best[1] - 1) > 1e-9]
     if others and min(others) <= APART * max(best[0], 1e-7):
         return None
-    return best[1], best[2]
+    return best[1], reading.shifted
 
 
 # -- the arguments ---------------------------------------------------------------------------------------------------
@@ -181,10 +230,14 @@ def call_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     return bound | kwargs, not any(bound.get(name) for name in swallowed)
 
 
-def _cached_tokens(cache: Any) -> int:
-    """Tokens that a cache holds; 1 if it holds some and does not say how many."""
+def _cached_tokens(cache: Any) -> int | None:
+    """Tokens that a cache holds; 1 if it holds some and does not say how many, None if it may hold some."""
+    if isinstance(cache, bool | int | str):  # whether, or how, to make one
+        return 0
     if not hasattr(cache, "get_seq_length"):  # tensors of earlier tokens
-        return 1 if isinstance(cache, Tensor) or len(cache) else 0
+        if isinstance(cache, Tensor):
+            return 1
+        return min(len(cache), 1) if hasattr(cache, "__len__") else None
     try:
         return int(cache.get_seq_length())
     except ValueError:  # no attention, so no length
@@ -201,7 +254,7 @@ def given_mask(mask: TokenMask, arguments: Mapping[str, Any]) -> Any:
     if isinstance(value, Tensor) and mask in _MASKS_PADDING:
         value = value == 0
         return value[None] if value.ndim == 1 else value
-    return value
+    return letting_through(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -213,6 +266,18 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, Mapping | list | tuple):
             found += _tensors(value.values() if isinstance(value, Mapping) else value)
     return found
+
+
+def _are_rows_of(x: Any, batch: Any) -> bool:
+    """True if `x` is a view of fewer rows of a batch."""
+    if not isinstance(x, Tensor) or not isinstance(batch, Tensor) or x is batch or not 1 < x.ndim == batch.ndim:
+        return False
+    if x.shape[1:] != batch.shape[1:] or len(x) >= len(batch):
+        return False
+    return x.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr()
+
+
+Entered = tuple[nn.Module, tuple, dict[str, Any]]  # a module and what it was called with
 
 
 class CallInputs:
@@ -237,21 +302,41 @@ class CallInputs:
         self.has_decoder = False  # the call names a decoder's inputs next to an encoder's
         self.is_text = True  # the stack is fed from tokens, not from an image or a sound
         self.past = 0  # tokens in the cache before the call, which may fill it
+        self.knows_past = True
+        self.why = ""  # it is not known which tokens are padding
         # Whether the model hands the stack vectors that the caller did not give; None where no module holds it alone.
         self.is_handed_states: bool | None = None
         self.labels_averaged: float | Tensor | None = None
+        self.settled = unsettled()  # by earlier calls
         self.unknown = "this call has no countable labels"
         self._source: nn.Module | None = None  # the inner module whose names tell what the caller's tensors are
 
-    def begins_again(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """True if the module whose names tell the tokens is called with others: the second text of a bi-encoder."""
-        if module is not self._source:
-            return False
-        arguments = call_arguments(module, args, kwargs)[0]
-        return any(
-            isinstance(arguments.get(name), Tensor) and arguments[name] is not self.arguments.get(name)
-            for name in _TOKENS
-        )
+    def is_other_text(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """True if a module is called with other tokens: the second text of a bi-encoder."""
+        arguments, names = call_arguments(module, args, kwargs)[0], _TOKENS if module is self._source else _TOKENS[:1]
+        given = {name: arguments.get(name) for name in names}
+        return any(isinstance(x, Tensor) and x is not self.arguments.get(name) for name, x in given.items())
+
+    def following(self, entered: Sequence[Entered], tokens: Sequence[Tensor]) -> CallInputs:
+        """The arguments of a further pass in the same call, by the modules entered for it.
+
+        Without them they are the same if the `tokens` of which vectors were looked up are. The labels are the call's.
+        """
+        new = CallInputs()
+        for one in entered:
+            new.add(*one)
+        tensors = {name: x for name, x in new.arguments.items() if isinstance(x, Tensor)}
+        if all(name not in _KNOWN and x.is_floating_point() for name, x in tensors.items()):
+            if any(ids is self.arguments.get(name) for ids in tokens for name in _TOKENS):
+                same = copy(self)
+                same.labels_averaged = None
+                return same
+            masks = [given_mask(name, self.arguments) for name in _MASKS if name in self.arguments]
+            if self.mask is not None or any(not isinstance(x, Tensor) or bool((x == 0).any()) for x in masks):
+                new.why = _OF_FIRST
+        new.mask, new.settled = self.mask, self.settled
+        new.arguments |= {name: self.arguments[name] for name in _LABELS if name in self.arguments}
+        return new
 
     def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note the call of a module on the way from the root to the blocks, from the outside in."""
@@ -279,10 +364,18 @@ class CallInputs:
             self.has_decoder = holds_decoder
 
     def _count_past(self) -> None:
-        self.past = max((_cached_tokens(self.arguments[name]) for name in _CACHES if name in self.arguments), default=0)
+        counts = [_cached_tokens(self.arguments[name]) for name in _CACHES if name in self.arguments]
+        self.past = max((count for count in counts if count is not None), default=0)
+        self.knows_past = self.past > 0 or None not in counts
 
     def _take_known(self, module: nn.Module, arguments: dict[str, Any]) -> None:
-        """Take what the caller gave under unknown names, and an inner module is handed under a known one."""
+        """Take what the caller gave under unknown names, and an inner module is handed under a known one.
+
+        Of a batch that is handed on in parts, take the part.
+        """
+        for name in (*_TEXT, *_MASKS, "position_ids"):
+            if _are_rows_of(arguments.get(name), self.arguments.get(name)):
+                self.arguments[name] = arguments[name]
         given = _tensors(self.arguments.values())
         is_named = any(name in self.arguments for name in _TEXT)
         for name in _KNOWN:
@@ -299,16 +392,17 @@ class CallInputs:
     def compare(self, output: Any) -> None:
         """Compare the loss that a module returned with the cross-entropy of the logits returned with it."""
         loss, logits = loss_and_logits(output)
-        labels: Any = self.arguments.get("shift_labels", self.arguments.get("labels"))
+        name = "shift_labels" if "shift_labels" in self.arguments else "labels"
+        labels: Any = self.arguments.get(name)
         has_labels = isinstance(labels, Tensor) and not labels.is_floating_point()
         if self.labels_averaged is not None or loss is None or not has_labels:
             return
         if logits is None:
             self.unknown = "the model returns no logits with its loss"
             return
-        mask, items = self.arguments.get("attention_mask"), self.arguments.get("num_items_in_batch")
+        mask, items = given_mask("attention_mask", self.arguments), self.arguments.get("num_items_in_batch")
         try:
-            result = labels_averaged(loss, logits, labels, mask, items)
+            result = labels_averaged(loss, logits, labels, mask, items, self.settled[name, items is not None])
         except Exception as error:  # the model goes on
             self.unknown = f"its loss could not be compared with its logits ({type(error).__name__})"
             return
@@ -347,6 +441,21 @@ class Run:
         return any(same_tensor(read(), x) for read in self.reads)
 
 
+def _descends(x: Tensor, node: Any) -> bool:
+    """True if `x` was computed from what a node of the graph made."""
+    if node is None:
+        return False
+    seen, ahead = set(), [x.grad_fn]
+    while ahead:
+        one = ahead.pop()
+        if one is node:
+            return True
+        if one is not None and one not in seen:
+            seen.add(one)
+            ahead += [before for before, _ in one.next_functions]
+    return False
+
+
 @dataclass(eq=False)
 class LastBlock:
     """The output of the block that ran last, until the next one or the final norm has read it."""
@@ -356,6 +465,7 @@ class LastBlock:
     out: Tensor
     beside: Tensor | None  # another tensor of its shape
     is_joined: bool  # the stream was taken for the sum of both, and measured so
+    others: Sequence[ref[Tensor]] = ()  # what else it returned
     version: int | None = None  # of `out`
     rows: Rows | None = None  # of `out`, which may be written to, and `beside_rows`; None without a second tensor
     beside_rows: Tensor | None = None
@@ -365,6 +475,10 @@ class LastBlock:
         if self.beside is not None:
             self.rows = Rows(self.out)
             self.beside_rows = self.rows.of(self.beside)
+
+    def returned_too(self, x: Tensor) -> bool:
+        """True if `x` is what the block returned beside `out`, of another shape."""
+        return x.shape != self.out.shape and any(other() is x for other in self.others)
 
     def is_passed_on(self, x: Tensor) -> bool:
         """True if `x` holds the same values, or has another shape, as between stages."""
@@ -401,6 +515,11 @@ class Call:
         self.watch: AttentionWatch | None = None
         self.layer = 0  # of the latest block that ran
         self.runs: dict[nn.Module, list[Run]] = {}  # of each block
+        self.earlier: list[Call] = []  # passes of the blocks in the same call of the model, such as of another text
+        self.out: ref[Tensor] | None = None  # of the latest block that ran
+        self.node: Any = None  # of the graph, that made it
+        self.entered: list[Entered] = []  # modules on the way to the blocks, since then
+        self.looked_up: list[Tensor] = []  # tokens whose vectors were, since then
         self.last: LastBlock | None = None
         self.final: list[NormRead] = []  # norms that read a block's output after it; the last block's counts
         self.measured: tuple[Tensor, int, Tensor] | None = None  # the latest activation, its version, its statistics
@@ -431,6 +550,26 @@ class Call:
         run = Run(self.layer + 1 if repeats else layer, [ref(x)])
         self.runs.setdefault(block, []).append(run)
         return run
+
+    def is_another_pass(self, block: nn.Module, x: Tensor) -> bool:
+        """True if a block that begins on `x` begins the stack anew, from tokens, and is no further layer."""
+        out = None if self.out is None else self.out()
+        if block is not next(iter(self.runs), None) or same_tensor(out, x) or _descends(x, self.node):
+            return False
+        tokens = x.numel() // x.shape[-1]
+        if any(ids.numel() == tokens and ids.ndim >= min(2, x.ndim - 1) for ids in self.looked_up):
+            return True
+        if any(self.inputs.is_other_text(*one) for one in self.entered):
+            return True
+        self.absent[f"layers from {self.layer + 1} on"] = (
+            "their blocks run again, on a tensor that is not known to come from the last output: if it is of another "
+            "text, call the model once for each"
+        )
+        return False
+
+    def go_on(self) -> None:
+        """A block begins."""
+        self.entered, self.looked_up = [], []
 
     def forget(self, layer: int) -> None:
         """Drop what was staged of a block's output and of its change of the stream."""
@@ -485,11 +624,16 @@ class Call:
         """The caller's tensor of this stack's tokens; a mask has their shape."""
         names = _DECODER_TOKENS if self._is_decoder else _TOKENS
         values = [self.inputs.arguments.get(name) for name in names if self.inputs.is_text]
-        values += [self.attention_mask]
+        mask = self.attention_mask
+        values += [mask] if isinstance(mask, Tensor) and mask.ndim == 2 else []
         return next((x for x in values if isinstance(x, Tensor) and x.ndim >= 2), None)
 
+    def possible_rows(self) -> list[tuple[int, int]]:
+        """`caller_rows`, and behind them those of arguments under other names."""
+        return [*self.caller_rows(), *self._likely_rows()]
+
     def caller_rows(self) -> list[tuple[int, int]]:
-        """The possible (batch, length) of this stack's tokens, from the caller's arguments."""
+        """The possible (batch, length) of this stack's tokens, from the arguments with a known name."""
         like = self._tokens()
         if like is None:
             return []
@@ -516,7 +660,7 @@ class Call:
     def layout(self, tokens: Sequence[int]) -> Layout:
         """Find the layout of an activation's tokens. Raises `NormlabError` if the model adds positions to them."""
         choices = self.caller_rows()
-        for rows in [*choices, *self._likely_rows()]:
+        for rows in self.possible_rows():
             if (layout := row_layout(tokens, rows, self._turned)) is not None:
                 return layout
         by_shape = own_layout(tokens, self._turned if self.inputs.is_text else False)
@@ -554,32 +698,53 @@ class Call:
         starts = starts[None] if starts.ndim == 1 else starts
         return starts.expand(rows) if starts.shape in ((1, rows[1]), rows) else None
 
+    def _mask(self, rows: tuple[int, int]) -> Any:
+        """The caller's mask; one of queries and keys as whether each token sees itself."""
+        mask = self.attention_mask
+        if not isinstance(mask, Tensor) or mask.ndim not in (3, 4):
+            return mask
+        seen = letting_through(mask) != 0
+        seen = seen.any(1) if seen.ndim == 4 else seen
+        seen = seen[:, :, self.past : self.past + rows[1]]
+        fits = all(n in (1, row) for n, row in zip(seen.shape, rows, strict=False)) and seen.shape[2] == rows[1]
+        return seen.expand(*rows, rows[1]).diagonal(dim1=1, dim2=2) if fits else mask
+
     def _row_masks(self, device: torch.device, layout: Layout, names: Sequence[str]) -> Tensor:
         """(names, rows, tokens per row): `token_masks` of a layout."""
         cached = any(name in self.inputs.arguments for name in _CACHES)  # it may still be empty
-        mask, starts = self.attention_mask, self._starts(layout.rows, device)
+        mask, starts = self._mask(layout.rows), self._starts(layout.rows, device)
         masks = token_masks(mask, layout.rows, device, names, cached, self.past, starts)
         masks = masks.view(len(names), *layout.rows)
-        if not layout.is_told:
-            if not bool(masks[0].all()):
-                raise NormlabError(
-                    f"there are as many rows as tokens in a row, {layout.rows[0]}, so they cannot be told apart: give "
-                    "batches of another size"
-                )
+        if not layout.is_told and not bool(masks[0].all()):
+            raise NormlabError(
+                f"there are as many rows as tokens in a row, {layout.rows[0]}, so they cannot be told apart: give "
+                "batches of another size"
+            )
+        if why := self._untold_firsts(layout, starts):
             by_row = torch.tensor([name != "all" for name in names], device=device)[:, None, None]
             masks = masks & ~by_row
             if bool(by_row.any()):
-                self.absent["mask no_first"] = (
-                    "whether the blocks hold (batch, length) or (length, batch) cannot be told: give the tokens or a "
-                    "mask by name, in batches with another number of rows than of tokens"
-                )
+                self.absent["mask no_first"] = why
         return masks
+
+    def _untold_firsts(self, layout: Layout, starts: Tensor | None) -> str:
+        """The reason that the first token of a row is not known; "" where it is."""
+        if not layout.is_told:
+            return (
+                "whether the blocks hold (batch, length) or (length, batch) cannot be told: give the tokens or a mask "
+                "by name, in batches with another number of rows than of tokens"
+            )
+        if starts is None and not self.inputs.knows_past:
+            return "the cache does not say how many tokens it holds: give it __len__, or call with position_ids"
+        return ""
 
     def masks(self, device: torch.device, tokens: tuple[int, ...]) -> Tensor | None:
         """(masks, tokens) bool: which tokens of an activation of this shape count; None with the reason in `absent`."""
         key = (device, tokens)
         if key not in self._masks:
             try:
+                if self.inputs.why:
+                    raise NormlabError(self.inputs.why)
                 layout = self.layout(tokens)
                 self._note_unknown_masks(layout.rows)
                 self._masks[key] = layout.by_tokens(self._row_masks(device, layout, self.mask_names))
@@ -607,7 +772,8 @@ class Call:
     def counts_first_tokens(self, device: torch.device, tokens: tuple[int, ...]) -> bool:
         """True if the masks differ in the first real token of each row, if at all."""
         layout = self.layout(tokens)
-        return layout.is_told and self._starts(layout.rows, device) is None
+        starts = self._starts(layout.rows, device)
+        return starts is None and not self._untold_firsts(layout, starts)
 
     def first_tokens(self, device: torch.device, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Flat positions of each row's first real token (of all its streams), and whether the row has one."""
@@ -624,7 +790,7 @@ class Call:
         Padding on the left has position 0; masks leave it out. The caller's own positions come first.
         """
         layout = self.layout(tokens)
-        mask, (batch, length) = self.attention_mask, layout.rows
+        mask, (batch, length) = self._mask(layout.rows), layout.rows
         given = self.inputs.arguments.get("position_ids")
         has_given = given is not None and self._starts(layout.rows, device) is not None
         if given is not None and has_given and given.ndim <= 2:
@@ -660,5 +826,6 @@ class Call:
 
     def close(self) -> None:
         """Let go of every activation."""
-        self.running = self.last = self.measured = self.hooked = None
+        self.running = self.last = self.measured = self.hooked = self.out = self.node = None
         self.final = []
+        self.go_on()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -348,7 +349,7 @@ def _place_in(made: Tensor, x: Tensor) -> Tensor:
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping | tuple | list):
+    elif isinstance(value, Mapping | tuple | list) or is_dataclass(value):
         for inner in outputs_of(value):
             yield from _tensors_in(inner)
 

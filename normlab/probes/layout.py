@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import takewhile
 from typing import Any, cast
 
@@ -31,9 +31,26 @@ def is_activation(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2
 
 
-def find_input(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """The first activation among a module's arguments; None without one."""
-    return next((value for value in (*args, *kwargs.values()) if is_activation(value)), None)
+def find_input(args: tuple, kwargs: dict[str, Any], block: nn.Module | None = None) -> Tensor | None:
+    """The first activation among a module's arguments; None without one.
+
+    Of several that a block is given, it is the one named `hidden_states`, or the first whose features the block has
+    weights for: an additive mask is none.
+    """
+    values = (*args, *kwargs.values())
+    found = [value for value in values if is_activation(value)]
+    if not found:  # as in a block that is given (x, mask)
+        found = [x for value in values for x in outputs_of(value) if is_activation(x)]
+    if block is None or len(found) < 2:
+        return next(iter(found), None)
+    named = kwargs.get("hidden_states")
+    return named if is_activation(named) else next((x for x in found if _has_weights_for(block, x)), found[0])
+
+
+def _has_weights_for(block: nn.Module, x: Tensor) -> bool:
+    """True if a weight is as long as `x` has features, in its last dimension or its second."""
+    widths = {x.shape[-1], x.shape[1] if x.ndim > 2 else 1} - {1}
+    return any(not widths.isdisjoint(weight.shape) for weight in block.parameters())
 
 
 def others(x: Tensor, values: Iterable[Any]) -> list[Tensor]:
@@ -41,18 +58,17 @@ def others(x: Tensor, values: Iterable[Any]) -> list[Tensor]:
     return [value for value in values if is_activation(value) and value is not x]
 
 
-def hidden_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, int | str]:
-    """The first activation among a block's arguments, and its position or keyword.
+def hidden_state(args: tuple, kwargs: dict[str, Any], block: nn.Module | None = None) -> Tensor:
+    """`find_input`.
 
     Raises `NormlabError` without one, on the meta device, and for rows that are packed into a nested tensor.
     """
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    result = next(((value, name) for name, value in named if is_activation(value)), None)
+    result = find_input(args, kwargs, block)
     if result is None:
         raise NormlabError("a measured module was called without a float tensor: name its blocks with `blocks=`")
-    if result[0].is_meta:
+    if result.is_meta:
         raise Refusal("the model is on the meta device, where tensors have no values: load its weights first")
-    if result[0].is_nested:
+    if result.is_nested:
         raise NormlabError(
             "PyTorch packs the padded rows into a nested tensor, which has no place for tokens: call "
             "torch.backends.mha.set_fastpath_enabled(False) before, or train()"
@@ -60,25 +76,27 @@ def hidden_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, int | str
     return result
 
 
-def with_argument(args: tuple, kwargs: dict[str, Any], name: int | str, x: Tensor) -> tuple[tuple, dict[str, Any]]:
-    """A call's arguments with the activation that `hidden_state` found at `name` replaced."""
-    if isinstance(name, str):
-        return args, {**kwargs, name: x}
-    return (*args[:name], x, *args[name + 1 :]), kwargs
-
-
 def outputs_of(output: Any) -> tuple:
-    """The values that a module returns: of a tuple, list or ModelOutput, or the one."""
+    """The values that a module returns: of a tuple, list, ModelOutput or dataclass, or the one."""
     if isinstance(output, Mapping):
         return tuple(output.values())
+    if is_dataclass(output) and not isinstance(output, type):
+        return tuple(getattr(output, field.name, None) for field in fields(output))
     return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
-def find_output(output: Any) -> Tensor | None:
-    """The activation that a module returns: the tensor itself, or the first one in a tuple, list or ModelOutput."""
+def find_output(output: Any, shape: torch.Size | None = None) -> Tensor | None:
+    """The activation that a module returns: the tensor itself, or the first one in a tuple, list or other container.
+
+    Of a block `shape` is that of the stream it reads: router scores or attention weights that come first are none.
+    """
     if isinstance(output, Tensor):
         return output
-    return next((value for value in outputs_of(output) if is_activation(value)), None)
+    found = [value for value in outputs_of(output) if is_activation(value)]
+    first = next(iter(found), None)
+    if first is None or shape is None or (first.ndim == len(shape) and first.shape != (*shape[:-1], shape[-2])):
+        return first  # a stage may change the stream's shape
+    return next((value for value in found if value.shape == shape), first)
 
 
 def with_output(output: Any, x: Tensor) -> Any:
@@ -87,30 +105,38 @@ def with_output(output: Any, x: Tensor) -> Any:
     return x if old is None else replaced(output, [(old, x)])
 
 
-def replaced(values: Any, changes: Sequence[tuple[Tensor, Tensor]]) -> Any:
-    """A tensor, or a container of values, with the second of each pair in place of the first; of the same class."""
+def replaced(values: Any, changes: Sequence[tuple[Tensor, Tensor]], depth: int = 2) -> Any:
+    """A tensor, or a container of values, with the second of each pair in place of the first; of the same class.
 
-    def new(value: Any) -> Any:
-        return next((after for before, after in changes if value is before), value)
-
+    Containers in it are looked into, too. What holds none of them is the same object.
+    """
+    if isinstance(values, Tensor) or depth == 0:
+        return next((after for before, after in changes if values is before), values)
+    old = outputs_of(values)
+    new = [value if value is values else replaced(value, changes, depth - 1) for value in old]
+    if all(after is before for after, before in zip(new, old, strict=True)):
+        return values
+    kind: Any = type(values)
     if isinstance(values, MutableMapping):  # a copy of its own class, as a ModelOutput's is made of fields
-        result = copy.copy(values)
-        for name, value in values.items():
-            if (after := new(value)) is not value:
+        result: Any = copy.copy(values)
+        for (name, before), after in zip(values.items(), new, strict=True):
+            if after is not before:
                 result[name] = after
         return result
-    kind: Any = type(values)
     if isinstance(values, Mapping):
-        return kind({name: new(value) for name, value in values.items()})
-    if not isinstance(values, tuple | list):
-        return new(values)
-    items = [new(value) for value in values]
-    return kind(*items) if hasattr(kind, "_fields") else kind(items)  # a namedtuple
+        return kind(dict(zip(values, new, strict=True)))
+    if is_dataclass(values):
+        result = copy.copy(values)
+        for field, before, after in zip(fields(values), old, new, strict=True):
+            if after is not before:
+                object.__setattr__(result, field.name, after)  # it may be frozen
+        return result
+    return kind(*new) if hasattr(kind, "_fields") else kind(new)  # a namedtuple
 
 
-def output_tensor(output: Any) -> Tensor:
+def output_tensor(output: Any, shape: torch.Size | None = None) -> Tensor:
     """`find_output`; raises `NormlabError` without one."""
-    x = find_output(output)
+    x = find_output(output, shape)
     if x is None:
         raise NormlabError(
             f"a block returned {type(output).__name__} without an activation: name the blocks with `blocks=`"
@@ -142,10 +168,14 @@ def same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
 # -- features --------------------------------------------------------------------------------------------------------
 
 
-def is_channels_first(block: nn.Module, x: Tensor) -> bool:
-    """True if a block takes (batch, channels, positions...): its first convolution reads that many channels."""
+def is_channels_first(block: nn.Module, x: Tensor, rows: Collection[tuple[int, int]] = ()) -> bool:
+    """True if a block takes (batch, channels, positions...): its first convolution reads that many channels.
+
+    `rows` are the possible (batch, length) of the caller's tokens. Where `x` begins so, its second dimension is none of
+    channels.
+    """
     convolution = _CONVOLUTIONS.get(x.ndim)
-    if convolution is None:
+    if convolution is None or (x.ndim == 3 and x.shape[:2] in rows):
         return False
     first: Any = next((m for m in block.modules() if isinstance(m, convolution)), None)
     if first is None or first.in_channels != x.shape[1] or (x.ndim == 3 and x.shape[2] == x.shape[1]):
@@ -275,6 +305,11 @@ def row_layout(tokens: Sequence[int], rows: tuple[int, int], is_turned: bool | N
     return Layout(tokens, 1, 0) if tokens == rows[::-1] else None
 
 
+def letting_through(mask: Tensor) -> Tensor:
+    """A mask whose values are not 0 at tokens; an additive one (float, nothing above 0) is 0 at tokens."""
+    return mask == 0 if mask.is_floating_point() and not bool((mask > 0).any()) else mask
+
+
 def token_masks(
     attention_mask: Tensor | None,
     tokens: Sequence[int],
@@ -290,7 +325,7 @@ def token_masks(
     activations dominate means. Left and right padding both work.
 
     Args:
-        attention_mask: (batch, length), non-zero = real.
+        attention_mask: (batch, length), non-zero = real (see `letting_through`).
         tokens: (batch, ..., length) of the activation.
         device: where the masks are made.
         names: which masks.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from normlab.errors import NormlabError
 from normlab.files import whole_file
 from normlab.probes.block_trace import KnownBlock
-from normlab.probes.forward_call import CallInputs, LossTokens, TokenMask
+from normlab.probes.forward_call import CallInputs, LossTokens, TokenMask, unsettled
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.sites import Sites, sites
@@ -381,6 +381,7 @@ class Observer:
         self._forgives = False
         self._told: set[str] = set()
         self._known: dict[nn.Module, KnownBlock] = {}  # what norms are, of blocks that have added up
+        self._settled = unsettled()  # how the loss averages
         self._spikes = LossSpikes()
 
     def begin(self, step: int) -> None:
@@ -391,6 +392,7 @@ class Observer:
             self._recorder.training_only, self._recorder.training_first = self._trains, True
             self._recorder.forgives = True  # training goes first
             self._recorder.known |= self._known
+            self._recorder.settled = self._settled
             self._recorder.__enter__()
 
     def pause(self) -> bool:

@@ -119,7 +119,7 @@ def attention_sinks(
     nearest = _Nearest(["layer", "row", "position", "head", "weight"])
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        tokens = runner.counted(batch, hidden_state(args, kwargs)[0])
+        tokens = runner.counted(batch, hidden_state(args, kwargs, module))
         kept.append(tokens)
         length = tokens.shape[1]
         found = watch.found([(len(tokens), length)], length)

@@ -203,7 +203,7 @@ def without_head(where: Sites) -> Iterator[None]:
     def make(args: tuple, kwargs: dict[str, Any]) -> Tensor:
         if not ended:
             return forward(*args, **kwargs)
-        x = hidden_state(args, kwargs)[0]
+        x = hidden_state(args, kwargs)
         return x.new_zeros(*x.shape[:-1], head.out_features)
 
     last = where.blocks[-1].module
@@ -229,6 +229,8 @@ class Stream:
     def __init__(self, where: Sites):
         self.sites = where
         self._is_sum: bool | None = None  # None: no block has returned two tensors yet
+        self._block = where.blocks[0].module
+        self._shape: torch.Size | None = None  # of the stream, as a block has read it
 
     def watched(self, watch: Callable[[], Any], run: Callable[[], Any]) -> Any:
         """`watch()`, which calls `run`, a pass of the model, under hooks that ask for the stream.
@@ -247,16 +249,21 @@ class Stream:
         """The stream that a block reads."""
         return self._sum(self.given(args, kwargs))
 
+    def _read(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        return hidden_state(args, kwargs, self._block)
+
     def after(self, args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor:
         """The stream that a block passes on.
 
         Raises:
             NormlabError: it is in two parts, and which sum of them it is cannot be told.
         """
-        if self._is_sum is None and len(_like(output_tensor(output), outputs_of(output))) > 1:
+        x = self._read(args, kwargs)
+        self._shape = x.shape
+        if self._is_sum is None and len(_like(output_tensor(output, x.shape), outputs_of(output))) > 1:
             raise _TwoTensors
         if not self._is_sum:
-            _require_whole(args, kwargs, output)
+            _require_whole(x, (*args, *kwargs.values()), output)
         return self.total(output)
 
     def total(self, output: Any) -> Tensor:
@@ -276,11 +283,22 @@ class Stream:
 
     def returned(self, output: Any) -> list[Tensor]:
         """The tensors of a block's output whose sum is the stream."""
-        return self._parts(output_tensor(output), outputs_of(output))
+        return self._parts(output_tensor(output, self._shape), outputs_of(output))
 
     def put(self, output: Any, x: Tensor) -> Any:
-        """A block's output with `x` for the stream that it passes on."""
-        return replaced(output, _in_place_of(self.returned(output), x))
+        """A block's output with `x` for the stream that it passes on.
+
+        Raises:
+            NormlabError: it returns a tensor of the shape of `x` after one of another shape.
+        """
+        self._shape = x.shape
+        parts = self.returned(output)
+        if parts[0].shape != x.shape and len(_like(x, outputs_of(output))) > 1:
+            raise NormlabError(
+                f"a block returns {' x '.join(map(str, parts[0].shape))} numbers before one of the stream's shape: "
+                "which of them it passes on cannot be told"
+            )
+        return replaced(output, _in_place_of(parts, x))
 
     def handed(self, args: tuple, kwargs: dict[str, Any], x: Tensor) -> tuple[tuple, dict[str, Any]]:
         """A block's arguments with `x` for the stream that it reads."""
@@ -302,7 +320,7 @@ class Stream:
 
     def given(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors among a block's arguments whose sum is the stream that it reads."""
-        return self._parts(hidden_state(args, kwargs)[0], (*args, *kwargs.values()))
+        return self._parts(self._read(args, kwargs), (*args, *kwargs.values()))
 
     def _parts(self, x: Tensor, values: Iterable[Any]) -> list[Tensor]:
         """The tensors among values whose sum is the stream; `x` is the first of them."""
@@ -330,10 +348,9 @@ def _like(x: Tensor, values: Iterable[Any]) -> list[Tensor]:
     return [x, *(value for value in others(x, values) if value.shape == x.shape)]
 
 
-def _require_whole(args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+def _require_whole(x: Tensor, values: Iterable[Any], output: Any) -> None:
     """Refuse a block that is given and returns two tensors of the stream's shape, both new: their sum may be it."""
-    x = hidden_state(args, kwargs)[0]
-    given = _like(x, (*args, *kwargs.values()))
+    given = _like(x, values)
     returned = [value for value in outputs_of(output) if is_activation(value) and value.shape == x.shape]
     new = [v for v in returned if not any(same_tensor(v, one) for one in given)]
     if len(given) > 1 and len(new) > 1:

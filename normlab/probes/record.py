@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from normlab.probes.accumulate import Accumulator, Measurer
 from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.checkpoints import Checkpoints, in_backward
 from normlab.probes.decomposition import NormRead
-from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask
+from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask, unsettled
 from normlab.probes.hooks import Hook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
@@ -31,9 +32,9 @@ from normlab.probes.layout import (
     others,
     output_tensor,
     outputs_of,
+    replaced,
     same_tensor,
     stream_of,
-    with_argument,
 )
 from normlab.probes.metrics import MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Sites, sites
@@ -72,7 +73,8 @@ def record(
     several backward passes through one forward pass are summed. A pass that adds to no `.grad` counts if it is alone.
 
     Of a block that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them. A
-    block that runs again in one call is a further layer.
+    block that runs again in one call is a further layer, if it reads what comes from the last output. From other
+    tokens (a second text, a part of the batch) it is another pass, with a mask of its own.
 
     Only whole forward passes count: one that raises leaves no trace, nor does one that had begun before. The model's
     outputs are bit-identical and its hooks untouched; ours run after them. Metrics that do not apply have no rows, nor
@@ -87,7 +89,8 @@ def record(
             scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
         masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
         mask: name of the argument that masks padding, where it is not a known one. The mask is (batch, length), with
-            non-zero = a token. Or a function of the call's `CallInputs` that gives it.
+            non-zero = a token; or additive, with nothing above 0 and 0 = a token. Or a function of the call's
+            `CallInputs` that gives it.
 
     Raises:
         NormlabError: unknown metric or mask; gradient metrics under no_grad, without countable labels, or without a
@@ -130,6 +133,7 @@ class Recorder:
         branches: (kind, layer) -> (the module whose output is added, how), once the model has run.
         absent: what could not be measured, and why.
         known: the blocks, as earlier calls have shown them.
+        settled: how the loss averages its labels, as far as they have.
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
         training_first: once there is a call with gradients, do so, and forget the calls before it.
         trains: whether a call with gradients was measured.
@@ -154,9 +158,10 @@ class Recorder:
         self._eager: AbstractContextManager = nullcontext()
         self._local = _Running()
         self._lock = threading.Lock()
-        self._root: Tensor | None = None  # where `backward` ends
+        self._roots: list[Tensor] = []  # where `backward` ends, of each pass in a call
         self._latest: Call | None = None
         self.known: dict[nn.Module, KnownBlock] = {}
+        self.settled = unsettled()
         self._checkpoints = Checkpoints(self.absent)
         self._finished: list[Call] = []
         self._calls = 0
@@ -189,7 +194,7 @@ class Recorder:
         self._eager = nullcontext()
         if self._call is not None:
             self._call.stop_watching()
-        self._root = None
+        self._roots = []
         self._local = _Running()
         self._checkpoints.forget_running()
 
@@ -219,6 +224,10 @@ class Recorder:
                 self._read(block, rule, measurer.streams, rule, kind, find=lambda args, kwargs: args[0])
         for norm in self.sites.outer_norms:
             self._before(norm, self._outer_norm_in)
+        inside = {module for block in self.sites.blocks for module in block.module.modules()}
+        for module in self.sites.model.modules():
+            if isinstance(module, nn.Embedding) and module not in inside:
+                self._before(module, self._look_up)
 
     def _before(self, module: nn.Module, act: Callable) -> None:
         self._handles.append(module.register_forward_pre_hook(Hook(self, act), with_kwargs=True))
@@ -312,9 +321,9 @@ class Recorder:
         if local.is_left_out:
             return
         call = self._call
-        if call is not None and call.inputs.begins_again(module, args, kwargs):
-            self._end_call(call, complete=True)
-            call = None
+        if call is not None and call.runs and not call.implicit:  # for more blocks, or another text
+            call.entered.append((module, args, kwargs))
+            return
         if call is None or call.implicit:
             call = self._open_call()
         try:
@@ -335,7 +344,7 @@ class Recorder:
         self.trains |= torch.is_grad_enabled()
         self._flush()
         self._local.call = self._latest = call = Call(self._accumulator.masks, implicit)
-        call.inputs.mask = self.sites.mask
+        call.inputs.mask, call.inputs.settled = self.sites.mask, self.settled
         return call
 
     def _leave_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -347,31 +356,55 @@ class Recorder:
         self._local.is_left_out &= bool(entered)
         if call is None:
             return
-        if self._has_gradients and output is not None:
+        is_of_all = not entered or not call.earlier  # of a module inside it is the loss of one text
+        if self._has_gradients and output is not None and is_of_all:
             call.inputs.compare(output)
         if not entered:
             self._end_call(call, complete=output is not None)
 
     def _end_call(self, call: Call, complete: bool) -> None:
         self._local.call = self._local.trace = None
+        passes = [*call.earlier, call]
         try:
-            if complete and call.layer:
-                for read in call.final:
-                    if read.layer == call.layer:
-                        self.norm_sites[read.norm] = ("final_norm_in", call.layer)
-                    else:
-                        read.site = None  # it read an earlier block's output: no final norm
-                self._resolve_loss(call)
+            if complete:
+                self._end_pass(call)
+                for one in passes:
+                    one.inputs.labels_averaged, one.inputs.unknown = call.inputs.labels_averaged, call.inputs.unknown
+                    if one.layer:
+                        self._resolve_loss(one)
         finally:
             call.close()
         if complete:
             with self._lock:
-                self._finished.append(call)
-                if call.waits:
-                    self._checkpoints.wait_for(call)
-                self._calls += bool(call.layer)
-                self._idle_calls += not call.layer
-                self._layers = max(self._layers, call.layer)
+                for one in passes:
+                    self._finished.append(one)
+                    if one.waits:
+                        self._checkpoints.wait_for(one)
+                    self._calls += bool(one.layer)
+                    self._idle_calls += not one.layer
+                    self._layers = max(self._layers, one.layer)
+
+    def _end_pass(self, call: Call) -> None:
+        for read in call.final:
+            if read.layer == call.layer:
+                self.norm_sites[read.norm] = ("final_norm_in", call.layer)
+            else:
+                read.site = None  # it read an earlier block's output: no final norm
+        call.close()
+
+    def _next_pass(self, call: Call) -> Call:
+        """Begin another pass of the blocks in the same call of the model; one that was interrupted is dropped."""
+        is_whole, inputs = call.running is None, call.inputs.following(call.entered, call.looked_up)
+        self._end_pass(call)
+        new = self._open_call()
+        new.inputs, new.earlier = inputs, [*call.earlier, *([call] if is_whole else [])]
+        return new
+
+    def _look_up(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note the tokens that a table outside the blocks is asked for, after a block."""
+        call = self._call
+        if call is not None and call.runs:
+            call.looked_up += [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
 
     def _resolve_loss(self, call: Call) -> None:
         """Fix the factor to the summed loss's gradient; without one there are no gradients, or an error."""
@@ -403,10 +436,12 @@ class Recorder:
         return call
 
     def _block_in(self, block: Block, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        x, name = hidden_state(args, kwargs)
+        x = hidden_state(args, kwargs, module)
         known = self.known.get(module)
         if known is None:
-            known = self.known.setdefault(module, KnownBlock(is_channels_first(module, x), are_turned(module)))
+            rows = [] if self._call is None else self._call.possible_rows()
+            channels_first = is_channels_first(module, x, rows)
+            known = self.known.setdefault(module, KnownBlock(channels_first, are_turned(module)))
         if in_backward():  # a checkpoint runs the block again
             repeated = self._checkpoints.find(block, x, begins=True)
             if repeated is not None:
@@ -419,17 +454,23 @@ class Recorder:
         if not x.numel():
             call.absent["calls without tokens"] = "they hold nothing to measure"
             return None
-        is_first, replaced = not call.runs, None
+        if call.runs and call.is_another_pass(module, x):
+            call = self._next_pass(call)
+        for one in call.entered:
+            call.inputs.add(*one)
+        call.go_on()
+        is_first, changed = not call.runs, None
         given = (*args, *kwargs.values())
         run = call.begin_layer(module, block.layer, x, any(v.ndim == x.ndim == 3 for v in others(x, given)))
         if is_first:
             call.find_rows(x, known.is_turned)
         if is_first and self._has_gradients:
-            self._root = x
+            root = read = x
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
-                self._root = x.detach().requires_grad_()
-                x = self._root.clone()  # a leaf may not be written to in place, its copy may
-                replaced = with_argument(args, kwargs, name, x)
+                root = x.detach().requires_grad_()
+                x = root.clone()  # a leaf may not be written to in place, its copy may
+                changed = tuple(replaced(values, [(read, x)]) for values in (args, kwargs))
+            self._roots = [*self._roots, root] if call.earlier else [root]
         entered = stream_of(module, x, known.channels_first)
         call.running = run
         trace = self._local.trace = BlockTrace(call, block, run, entered, known, "branch" in self._measurer.kinds)
@@ -442,7 +483,7 @@ class Recorder:
             else:
                 call.watch = AttentionWatch(module)
                 call.watch.__enter__()
-        return replaced
+        return changed
 
     def _compare_with_last(self, trace: BlockTrace, x: Tensor, given: tuple) -> None:
         """Compare what a block reads with what the block before it returned."""
@@ -450,6 +491,8 @@ class Recorder:
         if last is None:
             return
         self._checkpoints.mark(x, call, last.run)
+        if self._settle_other(last, x, trace.entered, call):
+            return
         if not last.is_passed_on(x):
             reason = f"{trace.block.name} reads another tensor than the one returned, of which is block_out"
             call.absent[f"stream after block {last.run.layer}"] = reason
@@ -460,7 +503,7 @@ class Recorder:
         if in_backward():
             repeated = self._checkpoints.running
             if repeated is not None and output is not None:
-                repeated.end(output_tensor(output))
+                repeated.end(self._passed_on(block, args, kwargs, output))
             return
         trace = self._trace_of(block)
         if trace is None:
@@ -469,8 +512,9 @@ class Recorder:
         watch, call.running, self._local.trace = call.stop_watching(), None, None
         if output is None:
             return
-        x = output_tensor(output)
-        beside = next((value for value in others(x, outputs_of(output)) if value.shape == x.shape), None)
+        x = self._passed_on(block, args, kwargs, output)
+        returned = others(x, outputs_of(output))
+        beside = next((value for value in returned if value.shape == x.shape), None)
         following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # for the last one itself
         stream, is_joined = x, False
         if beside is not None:
@@ -481,7 +525,8 @@ class Recorder:
         out = stream_of(following.module, stream, trace.known.channels_first)
         layer = call.layer = trace.layer
         self._measurer.activation(call, ("block_out", layer), out)
-        call.last = LastBlock(block.module, trace.run, x, beside, is_joined)
+        call.out, call.node = ref(x), x.grad_fn
+        call.last = LastBlock(block.module, trace.run, x, beside, is_joined, [ref(value) for value in returned])
         self._checkpoints.mark(x, call, trace.run)
         trace.finish(out)
         self.norm_sites |= {norm: (site, layer) for (norm, _), site in trace.sites.items()}
@@ -492,6 +537,21 @@ class Recorder:
         trace.release()
         if call.implicit and block.index == self.sites.depth:
             self._end_call(call, complete=True)
+
+    @staticmethod
+    def _passed_on(block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor:
+        """The stream among what a block has returned."""
+        is_one = isinstance(output, Tensor)
+        return output if is_one else output_tensor(output, hidden_state(args, kwargs, block.module).shape)
+
+    def _settle_other(self, last: LastBlock, x: Tensor, view: Tensor, call: Call) -> bool:
+        """True if the stream `x` is another tensor of a block than the one measured, of another shape."""
+        is_other = last.returned_too(x)
+        if is_other:
+            call.forget(last.run.layer)
+            self._measurer.activation(call, ("block_out", last.run.layer), view)
+            call.absent[f"block {last.run.layer}"] = "which tensor it passes on is shown by the next block only"
+        return is_other
 
     def _settle_pair(self, last: LastBlock, x: Tensor, call: Call) -> bool:
         """True if the stream is the sum of a block's two outputs, by the first norm that reads it: `x`.
@@ -587,7 +647,7 @@ class Recorder:
                 x = view = (x + residual).detach()
             is_read = self._settle_pair(last, view, call) or same_tensor(x, last.out)
         else:
-            is_read = joins_streams or same_tensor(x, last.out)
+            is_read = joins_streams or same_tensor(x, last.out) or self._settle_other(last, x, view, call)
         self._checkpoints.mark(x, call, last.run)
         if is_read:
             read = NormRead(norm, call.layer, site="final_norm_in")
@@ -606,12 +666,12 @@ class Recorder:
         Raises:
             NormlabError: there is no such forward.
         """
-        if self._root is None:
+        if not self._roots:
             raise NormlabError(
                 "no forward to differentiate: ask for a grad_* metric and run the model inside record() first"
             )
-        torch.autograd.grad(loss, self._root)
-        self._root = None
+        torch.autograd.grad(loss, self._roots, allow_unused=len(self._roots) > 1)
+        self._roots = []
 
     def stats(self, step: int | None = None) -> LayerStats:
         """Everything recorded so far. One transfer from each device. `step` becomes the table's `step` column.

@@ -169,7 +169,7 @@ def _dim_branch(share: float, _: nn.Module, args: tuple, output: Any) -> Any:
 
 def _dim_block(share: float, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """The block's output with only a share of what the block adds to its input."""
-    before = hidden_state(args, kwargs)[0]
+    before = hidden_state(args, kwargs)
     after = output_tensor(output)
     mixed = before
     if share != 0.0:

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from normlab.errors import NormlabError
 from normlab.probes import METRICS, record
+from normlab.probes.forward_call import READINGS, labels_averaged
 
 GRADIENTS = ["grad_l2_mean", "grad_l2_total"]
 EVERYTHING = list(METRICS)
@@ -155,6 +156,50 @@ def test_a_masked_language_models_labels_are_not_shifted():
     with record(model, GRADIENTS) as rec:
         rec.backward(model(**batch).loss)
     assert rec.stats().manifest["loss_tokens"] == int((batch["labels"] != -100).sum())
+
+
+LABELS = torch.randint(0, 9, (2, 8), generator=torch.Generator().manual_seed(1))
+LOGITS = torch.randn(2, 8, 9, generator=torch.Generator().manual_seed(2))
+
+
+def mean_loss(logits, shifted=True, smoothing=0.0):
+    begin = int(shifted)
+    scores, labels = logits[:, : 8 - begin].flatten(0, 1), LABELS[:, begin:].flatten()
+    return nn.functional.cross_entropy(scores, labels, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize(
+    ("logits", "loss", "labels"),
+    [
+        (LOGITS, mean_loss(LOGITS), 14),
+        (LOGITS, mean_loss(LOGITS, shifted=False), 16),
+        (LOGITS, mean_loss(LOGITS, shifted=False) * 1.0005, None),
+        (LOGITS, mean_loss(LOGITS).bfloat16(), 14),
+        (LOGITS, mean_loss(LOGITS).bfloat16().float(), 14),
+        (LOGITS.double(), mean_loss(LOGITS.double()), 14),
+        (100 * LOGITS, mean_loss(100 * LOGITS), 14),
+    ],
+)
+def test_a_loss_is_a_mean_of_labels_within_its_own_rounding_only(logits, loss, labels):
+    """A loss with another term, or smoothed labels, is near some reading now and then."""
+    averaged = labels_averaged(loss, logits, LABELS)
+    assert (averaged and averaged[0]) == labels
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "labels"),
+    [
+        (mean_loss(LOGITS), mean_loss(LOGITS), 14),
+        (mean_loss(LOGITS, smoothing=0.1), mean_loss(LOGITS, shifted=False), None),
+        (mean_loss(LOGITS), mean_loss(LOGITS, shifted=False), None),
+        (mean_loss(LOGITS).new_tensor(torch.nan), mean_loss(LOGITS), 14),
+    ],
+)
+def test_a_loss_averages_its_labels_in_one_way_in_all_calls(first, second, labels):
+    settled = set(READINGS)
+    labels_averaged(first, LOGITS, LABELS, settled=settled)
+    averaged = labels_averaged(second, LOGITS, LABELS, settled=settled)
+    assert (averaged and averaged[0]) == labels
 
 
 def test_the_result_of_two_forwards_before_one_backward_holds_both(batch):

@@ -1,5 +1,7 @@
 """Tokens that count where activations do not lie as (batch, length, width), against other hooks in float64."""
 
+import contextlib
+
 import pytest
 import torch
 import transformers
@@ -9,7 +11,7 @@ from probe_zoo import values
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes import record, sites
+from normlab.probes import record, sites, skip_sensitivity
 from normlab.probes.sites import stacks
 from normlab.probes.stream_sums import explain
 
@@ -107,6 +109,94 @@ def test_streams_before_the_rows_each_lose_their_first_token():
     assert table["block_out", 1, "rms", "no_first"] == rms(out[:, :, 1:])
     with pytest.raises(NormlabError, match="rows and streams cannot be told apart"):
         recorded(model, lambda: model(tokens(4, 4)), where)
+
+
+class Mixing(nn.Module):
+    """A convolution and a norm of twice the width, as in a gated Mamba."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.conv, self.norm = nn.Conv1d(2 * WIDTH, 2 * WIDTH, 1), nn.LayerNorm(2 * WIDTH)
+
+    def forward(self, h):
+        return h + self.down(self.norm(self.conv(self.up(h).mT).mT))
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body = nn.Embedding(64, WIDTH), Stack(Mixing, Mixing)
+
+    def forward(self, input_ids=None, text=None):
+        return self.body(self.embed(text if input_ids is None else input_ids))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "text"])
+def test_as_many_tokens_as_a_convolution_has_channels_are_no_channels(name):
+    model, ids = Mixed(), {name: tokens(2, 2 * WIDTH)}
+    table, (out,), _ = recorded(model, lambda: model(**ids), model.body.layers[0], ("token_l2_mean",))
+    assert table["block_out", 1, "token_l2_mean", "all"] == size(out)
+
+
+class Handing(nn.Module):
+    """Blocks that are handed and return other tensors beside the stream, and a head."""
+
+    def __init__(self, give, wrap, unwrap):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers = nn.Embedding(64, WIDTH), nn.ModuleList(PreLN() for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 64)
+        self.give, self.unwrap = give, unwrap
+        for block in self.layers:
+            block.forward = lambda *args, block=block, **given: wrap(PreLN.forward(block, self.read(*args, **given)))
+
+    @staticmethod
+    def read(x=None, bias=None, hidden_states=None):
+        x = hidden_states if x is None else x
+        return x[0] if isinstance(x, tuple) else x
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.layers:
+            args, kwargs = self.give(x)
+            x = self.unwrap(block(*args, **kwargs))
+        return self.head(self.norm(x))
+
+
+def scores_first(h):
+    return {"router_logits": h.flatten(0, 1)[:, :4], "hidden_states": h}
+
+
+BIAS = torch.zeros(2, 1, 8, 8)
+PLAIN = (lambda x: ((x,), {}), lambda x: x, lambda x: x)
+HANDING = {
+    "router scores come first": (PLAIN[0], scores_first, lambda o: o["hidden_states"]),
+    "attention weights come first": (PLAIN[0], lambda x: (x.new_ones(2, 8, 8), x), lambda o: o[1]),
+    "scores by token come first": (PLAIN[0], lambda x: (x[..., :4], x), lambda o: o[1]),
+    "a mask by name comes first": (lambda x: ((), {"bias": BIAS, "hidden_states": x}), *PLAIN[1:]),
+    "a mask comes first": (lambda x: ((), {"bias": BIAS, "x": x}), *PLAIN[1:]),
+    "the stream is in a tuple": (lambda x: (((x, None),), {}), *PLAIN[1:]),
+}
+
+
+@pytest.mark.parametrize("name", HANDING)
+def test_the_stream_need_not_come_first(name):
+    tables, costs, reasons, ids = [], [], [], {"input_ids": tokens(2, 8)}
+    for how in (PLAIN, HANDING[name]):
+        model = Handing(*how).requires_grad_(False)
+        with record(model, ["rms", "relative_contribution", "grad_l2_total"], loss_tokens=1) as rec:
+            rec.backward(model(**ids).square().sum())
+        tables.append(values(rec.stats()))
+        reasons.append(list(rec.stats().manifest["absent"]))
+        with contextlib.suppress(NormlabError):
+            costs.append(skip_sensitivity(model, [ids], progress=False)["skip_delta_loss"].tolist())
+    stream = [key for key in tables[0] if key[0] in ("block_out", "block_in_grad")]
+    assert {key: tables[1][key] for key in stream} == {key: tables[0][key] for key in stream}
+    if name == "scores by token come first":  # only what reads the stream shows it
+        assert {"block 1", "block 2"} <= set(reasons[1]) and len(costs) == 1
+    else:
+        assert tables[1] == tables[0] and costs[1:] == costs[:1] and reasons[1] == reasons[0]
 
 
 @pytest.mark.parametrize("side", [16, 32, 64])

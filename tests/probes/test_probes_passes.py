@@ -2,6 +2,7 @@
 
 import types
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 
 import pandas
 import pytest
@@ -20,6 +21,12 @@ from normlab.probes.layout import find_output, with_output
 QUIET = {"progress": False}
 IDS = {"input_ids": torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))}
 Pair = namedtuple("Pair", "cache hidden")
+
+
+@dataclass(frozen=True)
+class Returned:
+    hidden: torch.Tensor
+    cache: object = None
 
 
 class Mean(nn.Linear):
@@ -66,6 +73,7 @@ CONTAINERS = {
     "dict": (lambda x: {"h": x}, lambda o: o["h"]),
     "OrderedDict": (lambda x: OrderedDict(ids=torch.arange(3), h=x), lambda o: o["h"]),
     "read-only mapping": (lambda x: types.MappingProxyType({"h": x}), lambda o: o["h"]),
+    "dataclass": (Returned, lambda o: o.hidden),
     "ModelOutput": (lambda x: BaseModelOutput(last_hidden_state=x), lambda o: o.last_hidden_state),
 }
 

@@ -1,10 +1,12 @@
 """Tokens that count: masks by other names, PyTorch's, wrappers, rows and tokens that change places, positions that
 do not begin with 0. What cannot be told is not counted as if it could."""
 
+import contextlib
+
 import pytest
 import torch
 from probe_toys import WIDTH, PreLN, Stack, X, size
-from probe_zoo import tiny_llama, values
+from probe_zoo import near, tiny_llama, values
 from torch import nn
 
 from normlab import angular_distance, observe
@@ -151,6 +153,77 @@ def test_the_second_text_of_a_bi_encoder_is_a_call_of_its_own():
     assert values(stats)["block_out", 0, "token_l2_mean", "all"] == size(both)
 
 
+class Several(nn.Module):
+    """Runs its stack more than once in a call. The loss is of all tokens."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.encoder = how, Text()
+        self.head = nn.Linear(WIDTH, 24)
+
+    def hidden(self, ids, mask):
+        embed, body = self.encoder.embed, self.encoder.body
+        if self.how == "whole":
+            return self.encoder(ids, mask)
+        if self.how == "halves":
+            return torch.cat([body(embed(part)) for part in ids.chunk(2)])
+        if self.how == "modules":
+            return torch.cat([self.encoder(*part) for part in zip(ids.chunk(2), mask.chunk(2), strict=True)])
+        if self.how == "retry":
+            with contextlib.suppress(TypeError):
+                body.layers[1](body.layers[0](embed(ids)), None)
+            return body(embed(ids))
+        if self.how == "same":
+            return (self.encoder(ids, mask) + self.encoder(ids, mask)) / 2
+        return body(body(embed(ids)) + embed.weight[1])  # recurrent
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.hidden(input_ids, attention_mask))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+FOUR = torch.randint(1, 20, (4, LENGTH), generator=torch.Generator().manual_seed(5))
+FOUR_PADDED = torch.cat([PADDING, PADDING[:1].flip(1)])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("how", ["halves", "modules", "retry"])
+def test_parts_of_a_batch_in_one_call_are_passes_and_no_further_layers(how, frozen):
+    tables, padding = [], torch.zeros_like(FOUR_PADDED) if how == "halves" else FOUR_PADDED
+    mask = None if how == "halves" else (~padding).long()
+    for one in ("whole", how):
+        model = Several(one).requires_grad_(not frozen)
+        with record(model, ["rms", "grad_l2_total"], masks=["all"]) as rec:
+            rec.backward(model(padded(FOUR, padding), mask, FOUR)["loss"])
+        tables.append(values(rec.stats()))
+    assert tables[1] == near(tables[0]) and rec.stats().manifest["layers"] == 2
+    assert rec.stats().manifest["forward_passes"] == (1 if how == "retry" else 2)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_one_text_twice_in_a_call_has_its_mask_in_both_passes(grad):
+    model, ids = Several("same"), padded()
+    with torch.set_grad_enabled(grad), record(model, SIZE) as rec:
+        model(ids, (~PADDING).long())
+    found = [values(rec.stats())["block_out", 0, "token_l2_mean", name] for name in ("all", "no_first")]
+    assert found == expected(model.encoder.embed(ids)) and rec.stats().manifest["layers"] == 2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_descends_from_the_last_output_is_a_further_layer_and_what_may_is_one_with_a_note(grad):
+    model = Several("recurrent")
+    with torch.set_grad_enabled(grad), record(model, SIZE) as rec:
+        model(IDS)
+    assert rec.stats().manifest["layers"] == 4
+    assert ("layers from 3 on" in rec.absent) != grad
+
+
+def test_parts_of_a_batch_with_padding_that_nothing_names_are_refused():
+    with pytest.raises(NormlabError, match="attention_mask is|call it once for each"):
+        sizes(Several("halves"), padded(FOUR, FOUR_PADDED), (~FOUR_PADDED).long())
+
+
 # -- PyTorch's own stacks ----------------------------------------------------------------------------------------------
 
 
@@ -238,6 +311,50 @@ def test_tokens_under_a_name_of_their_own_tell_the_rows():
     for turned in (False, True):
         model, ids = Named(turned), padded(padding=torch.zeros_like(PADDING))
         assert sizes(model, ids)[0] == [size(model.embed(ids)), size(model.embed(ids)[:, 1:])]
+
+
+@pytest.mark.parametrize("form", ["float", "additive", "finite", "by query", "by key", "boolean by query"])
+def test_a_mask_may_be_added_to_scores_and_have_queries(form):
+    ids, real = padded(), (~PADDING).float()
+    additive = torch.zeros_like(real).masked_fill(PADDING, -torch.inf)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask = {
+        "float": real,
+        "additive": additive,
+        "finite": additive.clamp_min(-1e9),
+        "by query": additive[:, None, None] + torch.zeros(LENGTH, LENGTH).masked_fill(~causal, -torch.inf),
+        "by key": additive[:, None, None],
+        "boolean by query": (~PADDING)[:, None, None] & causal,
+    }[form]
+    model = Text()
+    assert sizes(model, ids, mask)[0] == expected(model.embed(ids))
+
+
+class Remembering(Text):
+    def forward(self, input_ids, cache=None, position_ids=None):
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("cache", [False, [], object()])
+def test_first_tokens_are_left_out_where_a_cache_may_hold_them(cache):
+    model, ids = Remembering(), padded(padding=torch.zeros_like(PADDING))
+    found, absent = sizes(model, ids, cache=cache)
+    every, others = size(model.embed(ids)), size(model.embed(ids)[:, 1:])
+    is_known = cache in (False, [])
+    assert found == [every, others if is_known else None]
+    assert is_known or "the cache does not say" in absent["mask no_first"]
+    assert sizes(model, ids, cache=cache, position_ids=torch.arange(LENGTH))[0] == [every, others]
+
+
+def test_padding_is_read_where_a_static_cache_has_the_mask_of_its_queries():
+    model, ids = tiny_llama().eval(), padded()
+    tables = []
+    for kind in ("dynamic", "static"):
+        with record(model, ["rms"]) as rec, torch.no_grad():
+            model.generate(ids, attention_mask=(~PADDING).long(), max_new_tokens=2, do_sample=False, pad_token_id=0,
+                           cache_implementation=kind)  # fmt: skip
+        tables.append(rec.stats().to_pandas(errors=True).query("site == 'block_out'")["tokens"].tolist())
+    assert tables[0] == tables[1]
 
 
 # -- positions ---------------------------------------------------------------------------------------------------------
