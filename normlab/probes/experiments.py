@@ -352,18 +352,18 @@ def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 
 Part = tuple[str, int]  # one of PARTS, and the layer
-Change = tuple[nn.Module, Hook]  # a module, and what makes it do nothing
+Change = dict[nn.Module, Hook]  # modules, and what makes each do nothing
 
 
 def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Part, Change]:
     """How each part of a model is skipped.
 
-    A branch cannot be if its block does not add up, if another block has the same one, or if it returns the stream with
-    itself added and is not given the stream.
+    Branches of a kind in one block are skipped together. None can be if the block does not add up, if another block has
+    the same one, or if one returns the stream with itself added and is not given the stream.
     """
     changes: dict[Part, Change] = {}
     if "block" in parts:
-        changes |= {("block", block.index): (block.module, runner.stream.pass_on) for block in runner.sites.blocks}
+        changes |= {("block", block.index): {block.module: runner.stream.pass_on} for block in runner.sites.blocks}
     if not set(parts) - {"block"}:
         return changes
     # What a branch adds is the output of its norm, or its own.
@@ -379,12 +379,13 @@ def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Par
     ):
         runner.logits(batch)
     place = {block.layer: block.index for block in runner.sites.blocks}
-    for (kind, numbered), (module, form) in rec.branches.items():
+    for (kind, numbered), forms in rec.branches.items():
         part, layer = PART_OF.get(kind, ""), place.get(numbered)
-        if part in parts and layer and (form != "contained" or residuals.get(module) is not None):
-            changes[part, layer] = (module, return_residual if form == "contained" else return_zero)
-    uses = Counter(module for module, _ in {(module, layer) for (_, layer), (module, _) in rec.branches.items()})
-    return {part: change for part, change in changes.items() if uses[change[0]] < 2}  # a block's module is no branch
+        contained = [module for module, form in forms.items() if form == "contained"]
+        if part in parts and layer and all(residuals.get(module) is not None for module in contained):
+            changes[part, layer] = {m: return_residual if m in contained else return_zero for m in forms}
+    uses = Counter(module for module, _ in {(m, layer) for (_, layer), forms in rec.branches.items() for m in forms})
+    return {part: change for part, change in changes.items() if not any(uses[module] > 1 for module in change)}
 
 
 def skip_costs(
@@ -410,14 +411,15 @@ def skip_costs(
         branches = {
             module
             for skipped in sets
-            for (part, _), (module, _) in zip(skipped, sets[skipped], strict=True)
+            for (part, _), change in zip(skipped, sets[skipped], strict=True)
             if part != "block"
+            for module in change
         }
         whole = kept.keep(partial(runner.logits, batch), branches)
         base, counted = token_losses(whole, labels), labels != IGNORED_LABEL
         values = [base.sum(1)]
         for skipped, changes in sets.items():
-            with kept.changed(min(layer for _, layer in skipped), changes):
+            with kept.changed(min(layer for _, layer in skipped), [hook for one in changes for hook in one.items()]):
                 logits = runner.logits(batch)
             values.append((token_losses(logits, labels) - base).sum(1))
             values.append(torch.where(counted, token_kl(whole, logits), 0).sum(1))
@@ -448,7 +450,7 @@ def skip_sensitivity(
     Args:
         model: a model with a language-model head, or its `sites`.
         batches: dicts of the model's arguments; `labels` are used when given (-100 = none), else the next token.
-        parts: some of "block", "attention", "mlp".
+        parts: some of "block", "attention", "mlp". All branches of a kind in a block are skipped together.
         span: skip this many consecutive ones; the row's `layer` is the first.
         layers: skip only at these (first) layers; default: at all.
         progress: show a progress bar.

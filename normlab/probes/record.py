@@ -127,7 +127,7 @@ class Recorder:
         sites: where is measured.
         metrics: what is measured.
         norm_sites: norm -> (site, layer), once the model has run.
-        branches: (kind, layer) -> (the module whose output is added, how), once the model has run.
+        branches: (kind, layer) -> {a module whose output is added: how}, once the model has run.
         absent: what could not be measured, and why.
         known: the blocks, as earlier calls have shown them.
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.

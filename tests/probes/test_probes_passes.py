@@ -378,6 +378,42 @@ def test_skipping_a_branch_that_adds_the_residual_itself_leaves_the_residual(con
         assert row["loss"] + row["skip_delta_loss"] == pytest.approx(loss, abs=2e-6)
 
 
+class Beside(Block):
+    """Two MLPs side by side, as experts and a shared one."""
+
+    def __init__(self):
+        super().__init__()
+        self.ffn = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        read = self.norm2(x)
+        return x + (self.mlp(read) + self.ffn(read))
+
+
+class Macaron(Beside):
+    """Half an MLP before attention, and one after it."""
+
+    def forward(self, x):
+        x = x + 0.5 * self.ffn(self.norm1(x))
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+@pytest.mark.parametrize("block", [Beside, Macaron])
+def test_all_branches_of_a_kind_in_a_block_are_skipped_together(block):
+    model = Toy(block, depth=2)
+    table = skip_sensitivity(model, [IDS], parts=["mlp"], **QUIET)
+    losses = []
+    for layer in model.layers:
+        zeroed = [m.register_forward_hook(lambda module, args, out: out * 0) for m in (layer.mlp, layer.ffn)]
+        logits = model(**IDS)[:, :-1]
+        losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), IDS["input_ids"][:, 1:].flatten()).item())
+        for hook in zeroed:
+            hook.remove()
+    assert (table["loss"] + table["skip_delta_loss"]).tolist() == pytest.approx(losses, abs=1e-6)
+
+
 # -- the call ----------------------------------------------------------------------------------------------------------
 
 
