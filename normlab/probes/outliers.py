@@ -63,7 +63,6 @@ def massive_activations(
         NormlabError: as for `angular_distance`.
     """
     runner = Runner(model, [batch], False, "massive activations")
-    (batch,) = runner
     rows: list[tuple] = []
     kept: list[Tensor] = []
     nearest = _Nearest(["layer", "row", "position", "feature", "value", "ratio"])
@@ -81,6 +80,7 @@ def massive_activations(
         nearest.see(size / limit, kept[-1][..., None], row)
 
     with evaluating(runner.model):
+        (batch,) = runner
         see_layers(runner, batch, look)
     rule = f"|h| above {least:,.12g} and above {ratio:,.12g} times the layer's median of |h|"
     return _found(rows, nearest.columns, 4, kept[0], rule, nearest)
@@ -109,7 +109,6 @@ def attention_sinks(
     import pandas
 
     runner = Runner(model, [batch], False, "attention sinks")
-    (batch,) = runner
     rows: list[tuple] = []
     kept: list[Tensor] = []
     layers: list[int] = []
@@ -147,8 +146,10 @@ def attention_sinks(
     def start(*_: Any) -> None:
         watch.forget()  # an encoder's attention, or what else came before the block
 
-    with evaluating(runner.model), watch, on_blocks(runner.stream, hook, before=start):
-        runner.run(batch)
+    with evaluating(runner.model):
+        (batch,) = runner
+        with watch, on_blocks(runner.stream, hook, before=start):
+            runner.run(batch)
     if not layers and others:
         raise NormlabError(f"attention was seen over {others[0]}: give a model that attends to its tokens alone")
     if not layers:

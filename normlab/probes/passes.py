@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.hooks import uncompiled
+from normlab.probes.hooks import EXPERIMENTS, uncompiled
 from normlab.probes.layout import (
     hidden_state,
     is_activation,
@@ -32,14 +32,21 @@ Make = Callable[[tuple, dict[str, Any]], Any]  # what a module returns instead, 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, every module's former mode after."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    """Evaluation mode inside, every module's former mode after.
+
+    Modes are set by `train`, as modules may do more then: loralib's merge their weights. Recordings that were opened
+    before leave out what runs inside.
+    """
+    modes = [(module, module.training) for module in model.modules()]  # each before its children
+    EXPERIMENTS.running += 1
     try:
+        model.eval()
         yield
     finally:
-        for module in training:
-            module.training = True
+        EXPERIMENTS.running -= 1
+        for module, mode in modes:
+            if module.training != mode:
+                module.train(mode)
 
 
 def called(model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:

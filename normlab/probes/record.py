@@ -18,7 +18,7 @@ from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.checkpoints import Checkpoints, in_backward
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask
-from normlab.probes.hooks import Hook, is_running, uncompiled
+from normlab.probes.hooks import EXPERIMENTS, Hook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
     Refusal,
@@ -74,9 +74,10 @@ def record(
     Of a block that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them. A
     block that runs again in one call is a further layer.
 
-    Only whole forward passes count: one that raises leaves no trace, nor does one that had begun before. The model's
-    outputs are bit-identical and its hooks untouched; ours run after them. Metrics that do not apply have no rows, nor
-    has what does not add up, or fails: `manifest["absent"]` says why.
+    Only whole forward passes count: one that raises leaves no trace, nor does one that had begun before. Those of an
+    experiment, such as `skip_sensitivity`, do not count. The model's outputs are bit-identical and its hooks untouched;
+    ours run after them. Metrics that do not apply have no rows, nor has what does not add up, or fails:
+    `manifest["absent"]` says why.
 
     Args:
         model: a module, or `sites(model, ...)` where its parts had to be named. Inside the context compiled code runs
@@ -152,6 +153,7 @@ class Recorder:
         self._loss_tokens = loss_tokens
         self._handles: list[Any] = []
         self._eager: AbstractContextManager = nullcontext()
+        self._experiments = 0  # those under way when it was opened
         self._local = _Running()
         self._lock = threading.Lock()
         self._root: Tensor | None = None  # where `backward` ends
@@ -170,6 +172,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         if self._handles:
             raise NormlabError("this recording is already running: make another one with record(model)")
+        self._experiments = EXPERIMENTS.running
         self._eager = uncompiled(self.sites.model)
         self._eager.__enter__()
         try:
@@ -282,6 +285,8 @@ class Recorder:
     def _leaves_out(self, module: nn.Module) -> bool:
         """True where a call begins that is not to be measured."""
         if self.training_only and not torch.is_grad_enabled():
+            return True
+        if EXPERIMENTS.running > self._experiments:
             return True
         if torch._C._are_functorch_transforms_active():
             self.absent["calls inside torch.func"] = "its tensors have no values of their own: use torch.autograd"

@@ -216,11 +216,6 @@ def _finite(values: Iterable[float]) -> list[float | None]:
 
 def _run(model: nn.Module, tokens: Tensor, change: Change) -> tuple[Any, Any]:
     """The changed model's output, and its layers' statistics."""
-    was_training = model.training
-    model.eval()
-    try:
-        with changed(model, change), torch.no_grad(), record(model, metrics=list(MEASURED)) as recorder:
-            output = model(input_ids=tokens, labels=tokens, use_cache=False)
-    finally:
-        model.train(was_training)
+    with evaluating(model), changed(model, change), torch.no_grad(), record(model, list(MEASURED)) as recorder:
+        output = model(input_ids=tokens, labels=tokens, use_cache=False)
     return output, recorder.stats().to_pandas()

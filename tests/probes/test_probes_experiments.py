@@ -89,6 +89,30 @@ def test_every_language_model_can_be_skipped_and_is_left_as_it_was(name):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+class Merging(nn.Linear):
+    """Adds one matrix to its weight for evaluation and takes it away for training, as loralib's layers do."""
+
+    merged = False
+
+    def train(self, mode=True):
+        if mode == self.merged:
+            self.weight.data += -1 if mode else 1
+            self.merged = not mode
+        return super().train(mode)
+
+
+def test_modes_are_set_as_modules_set_them_and_come_back_one_by_one():
+    model = tiny_llama().train()
+    layers = [block.self_attn for block in model.model.layers]
+    for layer in layers:
+        layer.q_proj = Merging(WIDTH, WIDTH, bias=False)
+    layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    angular_distance(model, [{"input_ids": torch.arange(3, 9)[None]}], **QUIET)
+    assert [module.training for module in model.modules()] == modes
+    assert [layer.q_proj.merged for layer in layers] == [True, False, False]
+
+
 def test_output_kl_is_that_of_the_whole_models_prediction_from_the_skipped_ones(model):
     batch = token_batch(2)
     found = skip_sensitivity(model, [batch], **QUIET)["output_kl"][0]
