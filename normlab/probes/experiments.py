@@ -21,7 +21,7 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
-from normlab.probes.forward_call import IGNORED_LABEL, given_mask, labels_averaged, loss_and_logits
+from normlab.probes.forward_call import IGNORED_LABEL, TokenMask, given_mask, labels_averaged, loss_and_logits
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import are_turned, is_turned, token_masks
 from normlab.probes.passes import (
@@ -181,13 +181,20 @@ class Runner:
             return _successors(labels) if self._labels_are_shifted(batch) and labels.ndim == 2 else labels
         batch = self._known(batch)
         prefix = "decoder_" if "decoder_input_ids" in batch else ""
-        labels, mask = batch.get(f"{prefix}input_ids", batch.get("input")), batch.get(f"{prefix}attention_mask")
+        labels = batch.get(f"{prefix}input_ids", batch.get("input"))
         if labels is None:
             raise NormlabError("a batch has neither labels nor input_ids: the loss needs one of them")
+        mask, labels = given_mask(self._mask_of_labels or f"{prefix}attention_mask", batch), labels.long()
         if mask is not None:
             labels = labels.masked_fill(mask == 0, IGNORED_LABEL)
         labels = _successors(labels)
         return labels if mask is None else labels.masked_fill(mask == 0, IGNORED_LABEL)
+
+    @property
+    def _mask_of_labels(self) -> TokenMask:
+        """What masks the tokens that are predicted, if that is known: an encoder's stack reads others."""
+        reads = self._coder is None or any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
+        return (self.sites.mask or self._mask_name) if reads else None
 
     def _labels_are_shifted(self, batch: Batch) -> bool:
         """True if the model's loss on these labels is of the next token, or it returns none.
@@ -206,7 +213,8 @@ class Runner:
             if loss is not None and logits is not None:
                 if not bool(loss.isfinite()):
                     return True
-                averaged = labels_averaged(loss, logits, labels, self._known(batch).get("attention_mask"))
+                mask = given_mask(self._mask_of_labels or "attention_mask", self._known(batch))
+                averaged = labels_averaged(loss, logits, labels, mask)
                 if averaged is None:
                     raise NormlabError(
                         "the returned loss and logits do not tell whether labels are shifted: leave out `labels` to "

@@ -13,7 +13,7 @@ from torch.nn import functional
 from normlab.errors import NormlabError
 from normlab.probes import angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect, skip_sensitivity
 from normlab.probes.experiments import hooked, mean_and_error
-from normlab.probes.sites import stacks
+from normlab.probes.sites import sites, stacks
 
 QUIET = {"progress": False}
 
@@ -348,6 +348,25 @@ def test_what_padding_predicts_does_not_count(model):
     first, second = (skip_sensitivity(model, [one], **QUIET) for one in (batch, other))
     assert first["tokens"][0] == int(batch["attention_mask"].sum()) - 3  # the first token of each row
     assert second["loss"][0] == pytest.approx(first["loss"][0], abs=1e-6)
+
+
+@pytest.mark.parametrize("mask", ["keep", lambda call: call.arguments["keep"]], ids=["by name", "by a function"])
+def test_padding_under_a_name_of_its_own_is_not_predicted(model, mask):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids, keep):
+            return self.inner(input_ids)
+
+    batch = token_batch()
+    batch = {"input_ids": batch["input_ids"], "keep": batch["attention_mask"]}
+    table = skip_sensitivity(sites(Named(), mask=mask), [batch], layers=[1], **QUIET)
+    labels = batch["input_ids"].masked_fill(batch["keep"] == 0, -100)
+    labels[:, 1:][batch["keep"][:, :-1] == 0] = -100
+    assert table["tokens"][0] == int((labels[:, 1:] != -100).sum())
+    assert table["loss"][0] == pytest.approx(float(model(batch["input_ids"], labels=labels).loss), abs=1e-6)
 
 
 def test_models_without_logits_have_angles_and_classifiers_no_losses_by_token(model):
