@@ -102,6 +102,8 @@ class Runner:
         accepted = self._accepted = _arguments(self.sites)
         self._coder = next((m for m in self.sites.ancestors if _is_encoder_decoder(m)), None)
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
+        own = inspect.signature(self.model.forward).parameters.items()
+        self._withheld = {"labels", "shift_labels"} - {name for name, p in own if p.default is inspect.Parameter.empty}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
         self._shifted: bool | None = None  # None until it has been found out
         self._mask_name: str | None = "attention_mask"
@@ -115,6 +117,9 @@ class Runner:
             if not hasattr(batch, "items"):
                 raise NormlabError("a batch must be a dict of the model's arguments, such as {'input_ids': ...}")
             moved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            labels = moved.get("labels")
+            if isinstance(labels, Tensor) and not labels.is_floating_point():
+                moved["labels"] = labels.long()  # as cross-entropy takes them
             if seen == 0 and (moved.keys() - _OF_TEXT or self._coder is not None):
                 self._find_names(moved)
             seen += 1
@@ -145,11 +150,11 @@ class Runner:
         return batch | {known: batch[own] for known, own in self._own_names.items() if own in batch}
 
     def run(self, batch: Batch, *, needs_logits: bool = True) -> Any:
-        """The model's output. Labels are withheld: the loss is computed here, per token, alike for every model.
+        """The model's output. Labels are withheld where they may be: the loss is computed here, alike for every model.
 
         needs_logits: False where the head need not be computed.
         """
-        inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in ("labels", "shift_labels")}
+        inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in self._withheld}
         coder: Any = self._coder  # which would make the decoder's tokens of the labels
         makes = hasattr(coder, "prepare_decoder_input_ids_from_labels") and "decoder_input_ids" in self._accepted
         if makes and "labels" in batch and "decoder_input_ids" not in batch:
@@ -178,6 +183,9 @@ class Runner:
         """
         labels = batch.get("labels")
         if labels is not None:
+            wrong = labels[(labels < 0) & (labels != IGNORED_LABEL)]
+            if len(wrong) and not labels.is_floating_point():
+                raise NormlabError(f"labels hold {wrong[0]}: give {IGNORED_LABEL} where nothing is predicted")
             return _successors(labels) if self._labels_are_shifted(batch) and labels.ndim == 2 else labels
         batch = self._known(batch)
         prefix = "decoder_" if "decoder_input_ids" in batch else ""

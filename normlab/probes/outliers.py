@@ -69,6 +69,7 @@ def massive_activations(
 
     def look(layer: int, h: Tensor) -> None:
         kept.append(runner.counted(batch, h))
+        require_counted(bool(kept[-1].any()))
         size = at_least_float32(h).abs()
         median = size[kept[-1]].median()
 
@@ -120,6 +121,7 @@ def attention_sinks(
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         tokens = runner.counted(batch, hidden_state(args, kwargs)[0])
         kept.append(tokens)
+        require_counted(bool(tokens.any()))
         scores, length = watch.scores, tokens.shape[1]
         if scores is None or scores.shape[2:] != (length, length):
             if scores is not None:
@@ -191,7 +193,6 @@ def _found(
     """Rows in order of layer; columns 1 to `place` say what is the same over layers."""
     import pandas
 
-    require_counted(bool(counted.any()))
     mask = torch.zeros_like(counted)
     found = {row[:place] for row in rows}
     spanned = []

@@ -369,6 +369,25 @@ def test_padding_under_a_name_of_its_own_is_not_predicted(model, mask):
     assert table["loss"][0] == pytest.approx(float(model(batch["input_ids"], labels=labels).loss), abs=1e-6)
 
 
+def test_labels_may_be_short_integers_or_required_and_others_than_100_below_zero_are_refused(model):
+    class Required(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids, labels):
+            return self.inner(input_ids, labels=labels)
+
+    batch = {"input_ids": token_batch()["input_ids"]}
+    short = {"input_ids": batch["input_ids"].int()}
+    both = {**batch, "labels": batch["input_ids"].int()}
+    whole = skip_sensitivity(model, [batch], layers=[1], **QUIET)
+    for given, one in ((model, short), (model, both), (Required(), both)):
+        assert skip_sensitivity(given, [one], layers=[1], **QUIET)["loss"][0] == pytest.approx(whole["loss"][0])
+    with pytest.raises(NormlabError, match="labels hold -1: give -100 where nothing is predicted"):
+        skip_sensitivity(model, [{**batch, "labels": torch.full_like(batch["input_ids"], -1)}], **QUIET)
+
+
 def test_models_without_logits_have_angles_and_classifiers_no_losses_by_token(model):
     batch = batch_for("llama")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}

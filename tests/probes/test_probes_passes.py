@@ -439,6 +439,7 @@ def test_without_a_label_or_token_that_counts_there_is_one_line():
         lambda: jacobian_identity(model, [nothing], **QUIET),
         lambda: skip_future_effect(model, [nothing], **QUIET),
         lambda: normlab.massive_activations(model, nothing),
+        lambda: normlab.massive_activations(Toy(), {"input_ids": ids[:0]}),
         lambda: normlab.attention_sinks(model, nothing),
     ):
         with pytest.raises(NormlabError, match="no batch has a label or a token that counts"):
