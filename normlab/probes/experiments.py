@@ -1,6 +1,7 @@
 """Experiments on a model: run it over batches, and measure what it loses when a part is skipped.
 
-Skipping a block is a forward hook that returns the block's input. That equals deleting it, but every other layer keeps
+Skipping a block is a forward hook that returns the block's input, or zero where the model adds the residual itself,
+x + block(x). That equals deleting it, but every other layer keeps
 its index (LNS's scales stay). Skipping attention or the MLP adds zero in its place, after the branch's output norm
 where there is one.
 """
@@ -326,14 +327,25 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
     Raises:
         NormlabError: several residual streams.
     """
+    first: list[Tensor] = []  # h_0 and h_1, of a pass that may be begun again
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         before, after = runner.stream.through(args, kwargs, output)
         if layer == 1:
-            look(0, before)
-        look(layer, after)
+            first[:] = before, after.clone() if runner.stream.settles else after
+            if runner.stream.settles:
+                return
+        tell()
+        if layer > 1:
+            look(layer, after)
+
+    def tell() -> None:
+        for layer, h in enumerate(first):
+            look(layer, h)
+        first.clear()
 
     see_blocks(runner.stream, partial(runner.run, batch, needs_logits=False), hook)
+    tell()
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -480,7 +492,8 @@ def skip_sensitivity(
 
     Raises:
         NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits, no label that counts, or the
-            residual stream is in parts that cannot be told. A mask under a name that is not known: give it to `sites`.
+            residual stream is in parts, or added, where that cannot be told. A mask under a name that is not known:
+            give it to `sites`.
     """
     if unknown := [part for part in parts if part not in PARTS]:
         raise NormlabError(f"unknown part {unknown[0]!r}: choose from {', '.join(PARTS)}")
