@@ -363,7 +363,7 @@ class Audit:
         model.zero_grad(set_to_none=True)
         if len(kept.runs) != stats.manifest["layers"]:
             self.wrong.append(f"{len(kept.runs)} runs of blocks, {stats.manifest['layers']} layers")
-        scaled = {place[1] for place, (_, form) in rec.branches.items() if form == "scaled"}
+        scaled = {layer for (_, layer), forms in rec.branches.items() if "scaled" in forms.values()}
         for layer, entry in enumerate(kept.runs, start=1):
             self._activation(entry["out"], ("block_out", layer))
             self._contribution(layer, entry, kept, layer in scaled)

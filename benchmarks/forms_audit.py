@@ -314,7 +314,7 @@ def _norms(subject: Subject) -> Right:
 
 def _branches(subject: Subject) -> Right:
     found = subject.recorded(False)[2].branches
-    return subject.oracle.branches({place: subject.plain[m] for place, (m, form) in found.items()})
+    return subject.oracle.branches({place: subject.plain[[*forms][-1]] for place, forms in found.items()})
 
 
 def _skip(part: str, span: int = 1) -> Function:

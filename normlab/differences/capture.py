@@ -129,7 +129,8 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor], blocks: str | None = No
     with torch.no_grad(), record(where, metrics=["relative_contribution"]) as recorder, reached:
         _called(model, batch)
     names = {module: name for name, module in model.named_modules()}
-    branches = {names[module]: kind for (kind, _), (module, _) in recorder.branches.items()}
+    # Of several of a kind in a block the last is compared.
+    branches = {names[[*modules][-1]]: kind for (kind, _), modules in recorder.branches.items()}
     outer = set(where.outer_norms)
     read = {norm: site for norm, (site, _) in recorder.norm_sites.items() if norm not in outer}
     norms = {names[norm]: site.removesuffix("_norm_in") for norm, site in read.items()}

@@ -206,7 +206,7 @@ class Measurer:
         self.statistics = dict(KIND_STATISTICS)
         needed = {metric.statistic for metric in metrics}
         self.statistics["activation"] = tuple(name for name in KIND_STATISTICS["activation"] if name in needed)
-        self.branches: dict[Place, tuple[nn.Module, str]] = {}  # (kind, layer) -> whose output is added, and how
+        self.branches: dict[Place, dict[nn.Module, str]] = {}  # (kind, layer) -> whose outputs are added, and how
         self._arrivals = Arrivals()
 
     def activation(self, call: Call, where: Place | NormRead, x: Tensor) -> None:
@@ -339,16 +339,18 @@ class Measurer:
             return None
         added: dict[str, Tensor] = {}
         streams: dict[str, Tensor] = {}
+        modules: dict[Place, dict[nn.Module, str]] = defaultdict(dict)
         for segment in trace.segments:
             parts = additions(segment, out, trace.rows)
             if parts is None:
                 call.absent[f"block {layer}"] = "a tensor of the residual stream was written over in place"
                 return None
             for run, stream, adds in parts:
-                self.branches[run.kind, layer] = (run.module, segment.made.form)
+                modules[run.kind, layer][run.module] = segment.made.form
                 streams.setdefault(run.kind, stream.reshape(h.shape))
                 adds = adds.reshape(h.shape)
                 added[run.kind] = adds if run.kind not in added else at_least_float32(added[run.kind]) + adds
+        self.branches |= modules
         # Branches of a kind that follow each other; those that run side by side count once.
         working = ([run.kind for run in segment.runs if run.kind != "other"] for segment in trace.segments)
         counts = Counter(kind for kinds in working for kind, _ in groupby(kinds))

@@ -1,6 +1,7 @@
 """Experiments on a model: run it over batches, and measure what it loses when a part is skipped.
 
-Skipping a block is a forward hook that returns the block's input. That equals deleting it, but every other layer keeps
+Skipping a block is a forward hook that returns the block's input, or zero where the model adds the residual itself,
+x + block(x). That equals deleting it, but every other layer keeps
 its index (LNS's scales stay). Skipping attention or the MLP adds zero in its place, after the branch's output norm
 where there is one.
 """
@@ -21,7 +22,7 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
-from normlab.probes.forward_call import IGNORED_LABEL, given_mask, labels_averaged, loss_and_logits
+from normlab.probes.forward_call import IGNORED_LABEL, TokenMask, given_mask, labels_averaged, loss_and_logits
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import are_turned, is_turned, token_masks
 from normlab.probes.passes import (
@@ -102,6 +103,8 @@ class Runner:
         accepted = self._accepted = _arguments(self.sites)
         self._coder = next((m for m in self.sites.ancestors if _is_encoder_decoder(m)), None)
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
+        own = inspect.signature(self.model.forward).parameters.items()
+        self._withheld = {"labels", "shift_labels"} - {name for name, p in own if p.default is inspect.Parameter.empty}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
         self._shifted: bool | None = None  # None until it has been found out
         self._mask_name: str | None = "attention_mask"
@@ -115,6 +118,9 @@ class Runner:
             if not hasattr(batch, "items"):
                 raise NormlabError("a batch must be a dict of the model's arguments, such as {'input_ids': ...}")
             moved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            labels = moved.get("labels")
+            if isinstance(labels, Tensor) and not labels.is_floating_point():
+                moved["labels"] = labels.long()  # as cross-entropy takes them
             if seen == 0 and (moved.keys() - _OF_TEXT or self._coder is not None):
                 self._find_names(moved)
             seen += 1
@@ -145,11 +151,11 @@ class Runner:
         return batch | {known: batch[own] for known, own in self._own_names.items() if own in batch}
 
     def run(self, batch: Batch, *, needs_logits: bool = True) -> Any:
-        """The model's output. Labels are withheld: the loss is computed here, per token, alike for every model.
+        """The model's output. Labels are withheld where they may be: the loss is computed here, alike for every model.
 
         needs_logits: False where the head need not be computed.
         """
-        inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in ("labels", "shift_labels")}
+        inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in self._withheld}
         coder: Any = self._coder  # which would make the decoder's tokens of the labels
         makes = hasattr(coder, "prepare_decoder_input_ids_from_labels") and "decoder_input_ids" in self._accepted
         if makes and "labels" in batch and "decoder_input_ids" not in batch:
@@ -178,17 +184,26 @@ class Runner:
         """
         labels = batch.get("labels")
         if labels is not None:
+            wrong = labels[(labels < 0) & (labels != IGNORED_LABEL)]
+            if len(wrong) and not labels.is_floating_point():
+                raise NormlabError(f"labels hold {wrong[0]}: give {IGNORED_LABEL} where nothing is predicted")
             return _successors(labels) if self._labels_are_shifted(batch) and labels.ndim == 2 else labels
         batch = self._known(batch)
         prefix = "decoder_" if "decoder_input_ids" in batch else ""
         labels = batch.get(f"{prefix}input_ids", batch.get("input"))
-        mask = given_mask(f"{prefix}attention_mask", batch)
         if labels is None:
             raise NormlabError("a batch has neither labels nor input_ids: the loss needs one of them")
+        mask, labels = given_mask(self._mask_of_labels or f"{prefix}attention_mask", batch), labels.long()
         if mask is not None:
             labels = labels.masked_fill(mask == 0, IGNORED_LABEL)
         labels = _successors(labels)
         return labels if mask is None else labels.masked_fill(mask == 0, IGNORED_LABEL)
+
+    @property
+    def _mask_of_labels(self) -> TokenMask:
+        """What masks the tokens that are predicted, if that is known: an encoder's stack reads others."""
+        reads = self._coder is None or any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
+        return (self.sites.mask or self._mask_name) if reads else None
 
     def _labels_are_shifted(self, batch: Batch) -> bool:
         """True if the model's loss on these labels is of the next token, or it returns none.
@@ -207,7 +222,8 @@ class Runner:
             if loss is not None and logits is not None:
                 if not bool(loss.isfinite()):
                     return True
-                averaged = labels_averaged(loss, logits, labels, given_mask("attention_mask", self._known(batch)))
+                mask = given_mask(self._mask_of_labels or "attention_mask", self._known(batch))
+                averaged = labels_averaged(loss, logits, labels, mask)
                 if averaged is None:
                     raise NormlabError(
                         "the returned loss and logits do not tell whether labels are shifted: leave out `labels` to "
@@ -311,14 +327,25 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
     Raises:
         NormlabError: several residual streams.
     """
+    first: list[Tensor] = []  # h_0 and h_1, of a pass that may be begun again
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         before, after = runner.stream.through(args, kwargs, output)
         if layer == 1:
-            look(0, before)
-        look(layer, after)
+            first[:] = before, after.clone() if runner.stream.settles else after
+            if runner.stream.settles:
+                return
+        tell()
+        if layer > 1:
+            look(layer, after)
+
+    def tell() -> None:
+        for layer, h in enumerate(first):
+            look(layer, h)
+        first.clear()
 
     see_blocks(runner.stream, partial(runner.run, batch, needs_logits=False), hook)
+    tell()
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -353,18 +380,18 @@ def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 
 Part = tuple[str, int]  # one of PARTS, and the layer
-Change = tuple[nn.Module, Hook]  # a module, and what makes it do nothing
+Change = dict[nn.Module, Hook]  # modules, and what makes each do nothing
 
 
 def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Part, Change]:
     """How each part of a model is skipped.
 
-    A branch cannot be if its block does not add up, if another block has the same one, or if it returns the stream with
-    itself added and is not given the stream.
+    Branches of a kind in one block are skipped together. None can be if the block does not add up, if another block has
+    the same one, or if one returns the stream with itself added and is not given the stream.
     """
     changes: dict[Part, Change] = {}
     if "block" in parts:
-        changes |= {("block", block.index): (block.module, runner.stream.pass_on) for block in runner.sites.blocks}
+        changes |= {("block", block.index): {block.module: runner.stream.pass_on} for block in runner.sites.blocks}
     if not set(parts) - {"block"}:
         return changes
     # What a branch adds is the output of its norm, or its own.
@@ -380,12 +407,13 @@ def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Par
     ):
         runner.logits(batch)
     place = {block.layer: block.index for block in runner.sites.blocks}
-    for (kind, numbered), (module, form) in rec.branches.items():
+    for (kind, numbered), forms in rec.branches.items():
         part, layer = PART_OF.get(kind, ""), place.get(numbered)
-        if part in parts and layer and (form != "contained" or residuals.get(module) is not None):
-            changes[part, layer] = (module, return_residual if form == "contained" else return_zero)
-    uses = Counter(module for module, _ in {(module, layer) for (_, layer), (module, _) in rec.branches.items()})
-    return {part: change for part, change in changes.items() if uses[change[0]] < 2}  # a block's module is no branch
+        contained = [module for module, form in forms.items() if form == "contained"]
+        if part in parts and layer and all(residuals.get(module) is not None for module in contained):
+            changes[part, layer] = {m: return_residual if m in contained else return_zero for m in forms}
+    uses = Counter(module for module, _ in {(m, layer) for (_, layer), forms in rec.branches.items() for m in forms})
+    return {part: change for part, change in changes.items() if not any(uses[module] > 1 for module in change)}
 
 
 def skip_costs(
@@ -411,14 +439,15 @@ def skip_costs(
         branches = {
             module
             for skipped in sets
-            for (part, _), (module, _) in zip(skipped, sets[skipped], strict=True)
+            for (part, _), change in zip(skipped, sets[skipped], strict=True)
             if part != "block"
+            for module in change
         }
         whole = kept.keep(partial(runner.logits, batch), branches)
         base, counted = token_losses(whole, labels), labels != IGNORED_LABEL
         values = [base.sum(1)]
         for skipped, changes in sets.items():
-            with kept.changed(min(layer for _, layer in skipped), changes):
+            with kept.changed(min(layer for _, layer in skipped), [hook for one in changes for hook in one.items()]):
                 logits = runner.logits(batch)
             values.append((token_losses(logits, labels) - base).sum(1))
             values.append(torch.where(counted, token_kl(whole, logits), 0).sum(1))
@@ -449,7 +478,7 @@ def skip_sensitivity(
     Args:
         model: a model with a language-model head, or its `sites`.
         batches: dicts of the model's arguments; `labels` are used when given (-100 = none), else the next token.
-        parts: some of "block", "attention", "mlp".
+        parts: some of "block", "attention", "mlp". All branches of a kind in a block are skipped together.
         span: skip this many consecutive ones; the row's `layer` is the first.
         layers: skip only at these (first) layers; default: at all.
         progress: show a progress bar.
@@ -463,7 +492,8 @@ def skip_sensitivity(
 
     Raises:
         NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits, no label that counts, or the
-            residual stream is in parts that cannot be told. A mask under a name that is not known: give it to `sites`.
+            residual stream is in parts, or added, where that cannot be told. A mask under a name that is not known:
+            give it to `sites`.
     """
     if unknown := [part for part in parts if part not in PARTS]:
         raise NormlabError(f"unknown part {unknown[0]!r}: choose from {', '.join(PARTS)}")

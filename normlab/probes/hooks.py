@@ -44,6 +44,15 @@ class Hook:
         return Hook, ()
 
 
+class _Experiments(threading.local):
+    """How many experiments are under way in this thread, one inside the other."""
+
+    running = 0
+
+
+EXPERIMENTS = _Experiments()
+
+
 def is_running(modules: set[nn.Module]) -> bool:
     """True if this thread is inside a call of one of these modules."""
     frame: FrameType | None = sys._getframe(1)

@@ -50,8 +50,7 @@ class KeptPass:
     @property
     def states(self) -> list[Tensor]:
         """h_0 .. h_L of the kept pass: what entered block 1, what the blocks returned."""
-        returned = (self._kept[module] for module in self._blocks.values())
-        return [*self._entered, *(self._stream.total(output) for output in returned)]
+        return self._stream.states(self._entered, [self._kept[module] for module in self._blocks.values()])
 
     def readers(self, layers: Collection[int]) -> list[int]:
         """The other layers that read what these make besides the stream."""
@@ -171,8 +170,8 @@ class KeptPass:
         calls = [(module, partial(self._passed_on, module, h)) for module in self._blocks.values()]
         return instead(*calls)
 
-    def _passed_on(self, module: nn.Module, h: Tensor, *_: Any) -> Any:
-        return self._stream.put(self._kept[module], h.clone())
+    def _passed_on(self, module: nn.Module, h: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self._stream.put(args, kwargs, self._kept[module], h.clone())
 
     @contextmanager
     def _overridden(self, hooks: Sequence[tuple[nn.Module, Hook]]) -> Iterator[None]:

@@ -25,7 +25,7 @@ from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_labe
 from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.sites import Sites, sites
 from normlab.probes.updates import METRICS as UPDATES
-from normlab.probes.updates import updates
+from normlab.probes.updates import steps_taken, updates
 
 if TYPE_CHECKING:
     import pandas
@@ -382,6 +382,7 @@ class Observer:
         self._told: set[str] = set()
         self._known: dict[nn.Module, KnownBlock] = {}  # what norms are, of blocks that have added up
         self._settled = unsettled()  # how the loss averages
+        self._taken: dict[Tensor, float] = {}  # the optimizer's steps before the one that is measured
         self._spikes = LossSpikes()
 
     def begin(self, step: int) -> None:
@@ -394,6 +395,7 @@ class Observer:
             self._recorder.known |= self._known
             self._recorder.settled = self._settled
             self._recorder.__enter__()
+            self._taken = steps_taken(self._optimizer)
 
     def pause(self) -> bool:
         """Stop recording, all micro-batches being in. True if the step is measured."""
@@ -427,7 +429,7 @@ class Observer:
             self._tell(step, "weights", without)
             tables = [layers, weights]
             if self._optimizer is not None:
-                rows, without = updates(self.sites, self._optimizer, step)
+                rows, without = updates(self.sites, self._optimizer, step, self._taken)
                 self._tell(step, "updates", without)
                 tables += [pandas.DataFrame(rows, columns=COLUMNS)] * bool(rows)
             self.readings.add(_joined(tables))

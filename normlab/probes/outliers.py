@@ -63,13 +63,13 @@ def massive_activations(
         NormlabError: as for `angular_distance`.
     """
     runner = Runner(model, [batch], False, "massive activations")
-    (batch,) = runner
     rows: list[tuple] = []
     kept: list[Tensor] = []
     nearest = _Nearest(["layer", "row", "position", "feature", "value", "ratio"])
 
     def look(layer: int, h: Tensor) -> None:
         kept.append(runner.counted(batch, h))
+        require_counted(bool(kept[-1].any()))
         size = at_least_float32(h).abs()
         median = size[kept[-1]].median()
 
@@ -81,6 +81,7 @@ def massive_activations(
         nearest.see(size / limit, kept[-1][..., None], row)
 
     with evaluating(runner.model):
+        (batch,) = runner
         see_layers(runner, batch, look)
     rule = f"|h| above {least:,.12g} and above {ratio:,.12g} times the layer's median of |h|"
     return _found(rows, nearest.columns, 4, kept[0], rule, nearest)
@@ -109,7 +110,6 @@ def attention_sinks(
     import pandas
 
     runner = Runner(model, [batch], False, "attention sinks")
-    (batch,) = runner
     rows: list[tuple] = []
     kept: list[Tensor] = []
     layers: list[int] = []
@@ -121,6 +121,7 @@ def attention_sinks(
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         tokens = runner.counted(batch, hidden_state(args, kwargs, module))
         kept.append(tokens)
+        require_counted(bool(tokens.any()))
         length = tokens.shape[1]
         found = watch.found([(len(tokens), length)], length)
         if found is None:
@@ -147,8 +148,10 @@ def attention_sinks(
     def start(layer: int, *_: Any) -> None:
         watch.forget(runner.sites.blocks[layer - 1].module)  # an encoder's attention came before, or something else
 
-    with evaluating(runner.model), watch, on_blocks(runner.stream, hook, before=start):
-        runner.run(batch)
+    with evaluating(runner.model):
+        (batch,) = runner
+        with watch, on_blocks(runner.stream, hook, before=start):
+            runner.run(batch)
     if not layers and others:
         raise NormlabError(f"attention was seen over {others[0]}: give a model that attends to its tokens alone")
     if not layers:
@@ -190,7 +193,6 @@ def _found(
     """Rows in order of layer; columns 1 to `place` say what is the same over layers."""
     import pandas
 
-    require_counted(bool(counted.any()))
     mask = torch.zeros_like(counted)
     found = {row[:place] for row in rows}
     spanned = []

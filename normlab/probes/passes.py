@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.hooks import uncompiled
+from normlab.probes.hooks import EXPERIMENTS, uncompiled
 from normlab.probes.layout import (
     hidden_state,
     is_activation,
@@ -23,8 +24,9 @@ from normlab.probes.layout import (
     same_tensor,
     with_output,
 )
-from normlab.probes.record import record
+from normlab.probes.record import Recorder, record
 from normlab.probes.sites import Sites
+from normlab.probes.stream_sums import Rows
 
 Hook = Callable[..., Any]
 Make = Callable[[tuple, dict[str, Any]], Any]  # what a module returns instead, of its arguments
@@ -32,14 +34,21 @@ Make = Callable[[tuple, dict[str, Any]], Any]  # what a module returns instead, 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, every module's former mode after."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    """Evaluation mode inside, every module's former mode after.
+
+    Modes are set by `train`, as modules may do more then: loralib's merge their weights. Recordings that were opened
+    before leave out what runs inside.
+    """
+    modes = [(module, module.training) for module in model.modules()]  # each before its children
+    EXPERIMENTS.running += 1
     try:
+        model.eval()
         yield
     finally:
-        for module in training:
-            module.training = True
+        EXPERIMENTS.running -= 1
+        for module, mode in modes:
+            if module.training != mode:
+                module.train(mode)
 
 
 def called(model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:
@@ -116,6 +125,7 @@ def on_blocks(
     """
     ran: set[int] = set()
     inside: list[int] = []
+    first: list[tuple[Tensor, Tensor]] = []  # what block 1 read and returned, while `settles`
     given: dict[int, tuple[tuple, dict[str, Any]]] = {}
 
     def enter(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -127,6 +137,8 @@ def on_blocks(
                 "(`record` takes each run for a layer)"
             )
         ran.add(layer)
+        if layer == 2 and first:
+            stream.settle(*first.pop(), stream.before(args, kwargs))
         given[layer] = stream.copied_arguments(args, kwargs)
         if before is not None:
             before(layer, *given[layer])
@@ -135,8 +147,11 @@ def on_blocks(
         if inside:
             return None
         inside.append(layer)
+        call = given.pop(layer)
+        if layer == 1 and stream.settles:
+            first.append((stream.before(*call), stream.total(output)))
         try:
-            return hook(layer, module, *given.pop(layer), output)
+            return hook(layer, module, *call, output)
         finally:
             inside.clear()
 
@@ -218,16 +233,32 @@ class _TwoTensors(Exception):
     """A block has returned two tensors of the stream's shape, and whether the stream is their sum is not known."""
 
 
+class _Outside(Exception):
+    """Block 2 reads what block 1 has read plus what it has returned."""
+
+
+class _Between(Exception):
+    """Block 2 reads neither that nor what block 1 has returned."""
+
+
 class Stream:
     """The residual stream in the calls of a model's blocks: what they read and return of it, and what they are handed.
 
     It is one tensor; or the sum of two, where a block passes on its last branch and the residual apart (mamba_ssm,
     flash_attn, vLLM) and the next one adds them. Which of the two is told by a recording, once a block has returned two
     tensors of one shape.
+
+    A model may add the residual itself, x + block(x). That is told by what block 2 reads in the first pass. Skipping a
+    block then makes it return zero.
+
+    Attributes:
+        settles: where the residual is added is being found out; the pass may be begun again once block 2 is reached.
     """
 
     def __init__(self, where: Sites):
         self.sites = where
+        self.settles = False
+        self._is_outside: bool | None = None  # the model adds the residual; None: no pass was seen yet
         self._is_sum: bool | None = None  # None: no block has returned two tensors yet
         self._block = where.blocks[0].module
         self._shape: torch.Size | None = None  # of the stream, as a block has read it
@@ -235,15 +266,47 @@ class Stream:
     def watched(self, watch: Callable[[], Any], run: Callable[[], Any]) -> Any:
         """`watch()`, which calls `run`, a pass of the model, under hooks that ask for the stream.
 
-        It is called a second time where blocks return two tensors.
+        It is called again where blocks return two tensors, or block 2 reads another one than block 1 has returned.
+
+        Raises:
+            NormlabError: where the residual is added cannot be told.
         """
-        try:
-            return watch()
-        except _TwoTensors:
-            with torch.no_grad(), record(self.sites, ["rms"], masks=["all"]) as recorder:
-                run()
-            self._is_sum = recorder.joins
-        return watch()
+        while True:
+            self.settles = self._is_outside is None
+            try:
+                result = watch()
+            except _TwoTensors:
+                self._is_sum = self._recorded(run).joins
+            except _Outside:
+                self._is_outside = True
+            except _Between:
+                self._is_outside = False
+                if not any(layer == self.sites.blocks[0].layer for _, layer in self._recorded(run).branches):
+                    raise NormlabError(
+                        "block 2 reads neither what block 1 returns nor that added to what it read: where the residual "
+                        "is added cannot be told"
+                    ) from None
+            else:
+                self._is_outside = bool(self._is_outside)
+                return result
+            finally:
+                self.settles = False
+
+    def _recorded(self, run: Callable[[], Any]) -> Recorder:
+        with torch.no_grad(), record(self.sites, ["relative_contribution"], masks=["all"]) as recorder:
+            run()
+        return recorder
+
+    def settle(self, read: Tensor, returned: Tensor, x: Tensor) -> None:
+        """Compare what block 2 reads, `x`, with what block 1 has read and returned; ends the pass if they differ."""
+        if same_tensor(x, returned) or not x.shape == read.shape == returned.shape:
+            return
+        rows = Rows(returned)
+        rows.note_rounding(x)
+        before, found = (rows.of(one.to(returned.device)) for one in (read, x))
+        if before is None or not bool(rows.first.isfinite().all()) or rows.same(found, rows.first):
+            return
+        raise _Outside if rows.same(found, before + rows.first) else _Between
 
     def before(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """The stream that a block reads."""
@@ -264,11 +327,17 @@ class Stream:
             raise _TwoTensors
         if not self._is_sum:
             _require_whole(x, (*args, *kwargs.values()), output)
-        return self.total(output)
+        total = self.total(output)
+        return self.before(args, kwargs) + total if self._is_outside else total
 
     def total(self, output: Any) -> Tensor:
-        """`after`, of an output that it has been asked for."""
+        """What a block returns of the stream, of an output for which `after` was asked."""
         return self._sum(self.returned(output))
+
+    def states(self, entered: Iterable[Tensor], outputs: Iterable[Any]) -> list[Tensor]:
+        """h_0 .. h_L, of what entered block 1 and what the blocks returned."""
+        states = [*entered, *map(self.total, outputs)]
+        return list(accumulate(states)) if self._is_outside else states
 
     def through(self, args: tuple, kwargs: dict[str, Any], output: Any) -> tuple[Tensor, Tensor]:
         """The residual stream before and after a block, (batch, length, width).
@@ -285,12 +354,13 @@ class Stream:
         """The tensors of a block's output whose sum is the stream."""
         return self._parts(output_tensor(output, self._shape), outputs_of(output))
 
-    def put(self, output: Any, x: Tensor) -> Any:
+    def put(self, args: tuple, kwargs: dict[str, Any], output: Any, x: Tensor) -> Any:
         """A block's output with `x` for the stream that it passes on.
 
         Raises:
             NormlabError: it returns a tensor of the shape of `x` after one of another shape.
         """
+        x = x - self.before(args, kwargs) if self._is_outside else x
         self._shape = x.shape
         parts = self.returned(output)
         if parts[0].shape != x.shape and len(_like(x, outputs_of(output))) > 1:
@@ -316,7 +386,7 @@ class Stream:
 
     def pass_on(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Make a block the identity; a forward hook."""
-        return self.put(output, self.before(args, kwargs))
+        return self.put(args, kwargs, output, self.before(args, kwargs))
 
     def given(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors among a block's arguments whose sum is the stream that it reads."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from normlab.errors import NormlabError
 from normlab.probes.experiments import IGNORED_LABEL, Batch, Runner, interval, row_means, token_losses
@@ -43,8 +45,8 @@ def quantization_costs(
         standard_error low high tokens`. `loss` is the whole model's, in nats per token, `delta_loss` what it rises by.
 
     Raises:
-        NormlabError: bits below 2; a block has matrices outside of linear layers, as experts in one tensor; or as for
-            `skip_sensitivity`.
+        NormlabError: bits below 2; a block has matrices outside of linear layers, as experts in one tensor; a weight is
+            read by other code than its linear layer; or as for `skip_sensitivity`.
     """
     import pandas
 
@@ -55,17 +57,24 @@ def quantization_costs(
     runner = Runner(model, batches, progress, "quantization")
     linear = _linear_layers(runner.sites)
     cases = [(int(number), part) for number in numbers for part in PARTS]
+    never_ran = set(linear)
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         labels = runner.labels(batch)
         base = token_losses(runner.logits(batch), labels)
         values = [base.sum(1)]
         for number, part in cases:
-            with _rounding(linear, number, part):
+            with _rounding(linear, number, part) as ran:
                 values.append((token_losses(runner.logits(batch), labels) - base).sum(1))
+            never_ran.difference_update(ran)
+        if never_ran:
+            with _WeightReads(never_ran):
+                runner.run(batch)
         return torch.stack(values), (labels != IGNORED_LABEL).sum(1)
 
     means, errors, tokens = row_means(runner, sums)
+    if never_ran == set(linear):
+        raise NormlabError("no linear layer of the blocks ran: there is nothing to quantize")
     (loss, *deltas), (_, *errors_of) = means.tolist(), errors.tolist()
     rows: list[dict[str, Any]] = []
     for (number, part), delta, error in zip(cases, deltas, errors_of, strict=True):
@@ -116,14 +125,16 @@ def _is_weight(module: nn.Module, x: Tensor) -> bool:
 
 
 @contextmanager
-def _rounding(linear: Mapping[nn.Module, int], bits: int, part: str) -> Iterator[None]:
-    """While active, linear layers compute with rounded weights, with rounded inputs, or with both.
+def _rounding(linear: Mapping[nn.Module, int], bits: int, part: str) -> Iterator[set[nn.Module]]:
+    """While active, linear layers compute with rounded weights, with rounded inputs, or with both; those that ran.
 
     A weight is rounded when its layer runs, as it is then: where weights are sharded, they are whole only there.
     """
     own: dict[nn.Module, Any] = {}
+    ran: set[nn.Module] = set()
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        ran.add(module)
         if part != "activations":
             weight = own[module] = module._parameters["weight"]
             if not isinstance(weight, Tensor) or type(weight).__name__ == "DTensor" or module.weight is not weight:
@@ -143,8 +154,27 @@ def _rounding(linear: Mapping[nn.Module, int], bits: int, part: str) -> Iterator
             module._parameters["weight"] = own.pop(module)
 
     try:
-        with hooked(*((module, after) for module in linear), before=[(module, before) for module in linear]):
-            yield
+        starts = [(module, before) for module in linear]
+        with hooked(*((module, after) for module in linear), before=starts, must_run=False):
+            yield ran
     finally:
         for module, weight in own.items():  # of a pass that failed
             module._parameters["weight"] = weight
+
+
+class _WeightReads(TorchFunctionMode):
+    """Refuses operations on the weights of linear layers that do not run: an idle expert's are not read."""
+
+    def __init__(self, idle: Iterable[nn.Module]):
+        super().__init__()
+        self._weights = {id(module._parameters["weight"]) for module in idle}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_computed = any(isinstance(x, Tensor) for x in tree_leaves(result))  # unlike a weight's dtype
+        if is_computed and any(id(x) in self._weights for x in tree_leaves((args, kwargs))):
+            raise NormlabError(
+                "a linear layer's weight is read by other code, which would go on with it as it is: call module(x), "
+                "not functional.linear(x, module.weight)"
+            )
+        return result

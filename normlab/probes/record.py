@@ -19,7 +19,7 @@ from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.checkpoints import Checkpoints, in_backward
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask, unsettled
-from normlab.probes.hooks import Hook, is_running, uncompiled
+from normlab.probes.hooks import EXPERIMENTS, Hook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
     Refusal,
@@ -76,9 +76,10 @@ def record(
     block that runs again in one call is a further layer, if it reads what comes from the last output. From other
     tokens (a second text, a part of the batch) it is another pass, with a mask of its own.
 
-    Only whole forward passes count: one that raises leaves no trace, nor does one that had begun before. The model's
-    outputs are bit-identical and its hooks untouched; ours run after them. Metrics that do not apply have no rows, nor
-    has what does not add up, or fails: `manifest["absent"]` says why.
+    Only whole forward passes count: one that raises leaves no trace, nor does one that had begun before. Those of an
+    experiment, such as `skip_sensitivity`, do not count. The model's outputs are bit-identical and its hooks untouched;
+    ours run after them. Metrics that do not apply have no rows, nor has what does not add up, or fails:
+    `manifest["absent"]` says why.
 
     Args:
         model: a module, or `sites(model, ...)` where its parts had to be named. Inside the context compiled code runs
@@ -130,7 +131,7 @@ class Recorder:
         sites: where is measured.
         metrics: what is measured.
         norm_sites: norm -> (site, layer), once the model has run.
-        branches: (kind, layer) -> (the module whose output is added, how), once the model has run.
+        branches: (kind, layer) -> {a module whose output is added: how}, once the model has run.
         absent: what could not be measured, and why.
         known: the blocks, as earlier calls have shown them.
         settled: how the loss averages its labels, as far as they have.
@@ -156,6 +157,7 @@ class Recorder:
         self._loss_tokens = loss_tokens
         self._handles: list[Any] = []
         self._eager: AbstractContextManager = nullcontext()
+        self._experiments = 0  # those under way when it was opened
         self._local = _Running()
         self._lock = threading.Lock()
         self._roots: list[Tensor] = []  # where `backward` ends, of each pass in a call
@@ -175,6 +177,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         if self._handles:
             raise NormlabError("this recording is already running: make another one with record(model)")
+        self._experiments = EXPERIMENTS.running
         self._eager = uncompiled(self.sites.model)
         self._eager.__enter__()
         try:
@@ -291,6 +294,8 @@ class Recorder:
     def _leaves_out(self, module: nn.Module) -> bool:
         """True where a call begins that is not to be measured."""
         if self.training_only and not torch.is_grad_enabled():
+            return True
+        if EXPERIMENTS.running > self._experiments:
             return True
         if torch._C._are_functorch_transforms_active():
             self.absent["calls inside torch.func"] = "its tensors have no values of their own: use torch.autograd"

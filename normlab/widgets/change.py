@@ -100,7 +100,7 @@ def changed(model: nn.Module, change: Change) -> Iterator[None]:
         yield
 
 
-Written = Mapping[tuple[str, int], tuple[nn.Module, str | None]]  # (kind, layer) -> a module and how its output counts
+Written = Mapping[tuple[str, int], Mapping[nn.Module, str]]  # (kind, layer) -> modules and how their outputs count
 
 
 def _written(model: nn.Module) -> Written:
@@ -123,7 +123,8 @@ def _change_block(block: Block, own: LayerChange, undo: ExitStack, written: Writ
             undo.callback(norm.register_forward_pre_hook(_reduce_own, with_kwargs=True).remove)
     for part, share in (("attention", own.attention), ("mlp", own.mlp)):
         if share != 1.0:
-            undo.callback(_writer(block, part, written).register_forward_hook(partial(_dim_branch, share)).remove)
+            for module in _writers(block, part, written):
+                undo.callback(module.register_forward_hook(partial(_dim_branch, share)).remove)
     if own.block != 1.0:
         hook = partial(_dim_block, own.block)
         undo.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
@@ -147,20 +148,18 @@ def _reduce_own(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     return args[:1], {**kwargs, "mean_square": None}
 
 
-def _writer(block: Block, part: str, written: Written) -> nn.Module:
-    """The module whose output joins the stream: the output norm of "attention" or "mlp", or that branch itself."""
+def _writers(block: Block, part: str, written: Written) -> list[nn.Module]:
+    """The modules whose outputs join the stream: output norms of "attention" or "mlp", or those branches themselves."""
     norm_at, kind = getattr(block.module, "norm_at", None), {"attention": "attn", "mlp": "mlp"}[part]
+    forms = written.get((kind, block.index), {})
     if norm_at is not None:
         branch = norm_at(f"{kind}_out") or getattr(block, part)
-    else:
-        branch, form = written.get((kind, block.index), (None, None))
-        if form == "contained":
-            raise NormlabError(
-                f"block {block.index}'s {part} returns the stream with itself added: it cannot be dimmed"
-            )
-    if branch is None:
+        forms = {} if branch is None else {branch: "added"}
+    if "contained" in forms.values():
+        raise NormlabError(f"block {block.index}'s {part} returns the stream with itself added: it cannot be dimmed")
+    if not forms:
         raise NormlabError(f"block {block.index} has no {part} to dim")
-    return branch
+    return [*forms]
 
 
 def _dim_branch(share: float, _: nn.Module, args: tuple, output: Any) -> Any:
@@ -217,11 +216,6 @@ def _finite(values: Iterable[float]) -> list[float | None]:
 
 def _run(model: nn.Module, tokens: Tensor, change: Change) -> tuple[Any, Any]:
     """The changed model's output, and its layers' statistics."""
-    was_training = model.training
-    model.eval()
-    try:
-        with changed(model, change), torch.no_grad(), record(model, metrics=list(MEASURED)) as recorder:
-            output = model(input_ids=tokens, labels=tokens, use_cache=False)
-    finally:
-        model.train(was_training)
+    with evaluating(model), changed(model, change), torch.no_grad(), record(model, list(MEASURED)) as recorder:
+        output = model(input_ids=tokens, labels=tokens, use_cache=False)
     return output, recorder.stats().to_pandas()

@@ -13,7 +13,7 @@ from torch.nn import functional
 from normlab.errors import NormlabError
 from normlab.probes import angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect, skip_sensitivity
 from normlab.probes.experiments import hooked, mean_and_error
-from normlab.probes.sites import stacks
+from normlab.probes.sites import sites, stacks
 
 QUIET = {"progress": False}
 
@@ -87,6 +87,30 @@ def test_every_language_model_can_be_skipped_and_is_left_as_it_was(name):
     assert len(table) == 3 * DEPTH and table["skip_delta_loss"].abs().min() > 0 and (table["output_kl"] > 0).all()
     assert model.training and all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class Merging(nn.Linear):
+    """Adds one matrix to its weight for evaluation and takes it away for training, as loralib's layers do."""
+
+    merged = False
+
+    def train(self, mode=True):
+        if mode == self.merged:
+            self.weight.data += -1 if mode else 1
+            self.merged = not mode
+        return super().train(mode)
+
+
+def test_modes_are_set_as_modules_set_them_and_come_back_one_by_one():
+    model = tiny_llama().train()
+    layers = [block.self_attn for block in model.model.layers]
+    for layer in layers:
+        layer.q_proj = Merging(WIDTH, WIDTH, bias=False)
+    layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    angular_distance(model, [{"input_ids": torch.arange(3, 9)[None]}], **QUIET)
+    assert [module.training for module in model.modules()] == modes
+    assert [layer.q_proj.merged for layer in layers] == [True, False, False]
 
 
 def test_output_kl_is_that_of_the_whole_models_prediction_from_the_skipped_ones(model):
@@ -324,6 +348,44 @@ def test_what_padding_predicts_does_not_count(model):
     first, second = (skip_sensitivity(model, [one], **QUIET) for one in (batch, other))
     assert first["tokens"][0] == int(batch["attention_mask"].sum()) - 3  # the first token of each row
     assert second["loss"][0] == pytest.approx(first["loss"][0], abs=1e-6)
+
+
+@pytest.mark.parametrize("mask", ["keep", lambda call: call.arguments["keep"]], ids=["by name", "by a function"])
+def test_padding_under_a_name_of_its_own_is_not_predicted(model, mask):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids, keep):
+            return self.inner(input_ids)
+
+    batch = token_batch()
+    batch = {"input_ids": batch["input_ids"], "keep": batch["attention_mask"]}
+    table = skip_sensitivity(sites(Named(), mask=mask), [batch], layers=[1], **QUIET)
+    labels = batch["input_ids"].masked_fill(batch["keep"] == 0, -100)
+    labels[:, 1:][batch["keep"][:, :-1] == 0] = -100
+    assert table["tokens"][0] == int((labels[:, 1:] != -100).sum())
+    assert table["loss"][0] == pytest.approx(float(model(batch["input_ids"], labels=labels).loss), abs=1e-6)
+
+
+def test_labels_may_be_short_integers_or_required_and_others_than_100_below_zero_are_refused(model):
+    class Required(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids, labels):
+            return self.inner(input_ids, labels=labels)
+
+    batch = {"input_ids": token_batch()["input_ids"]}
+    short = {"input_ids": batch["input_ids"].int()}
+    both = {**batch, "labels": batch["input_ids"].int()}
+    whole = skip_sensitivity(model, [batch], layers=[1], **QUIET)
+    for given, one in ((model, short), (model, both), (Required(), both)):
+        assert skip_sensitivity(given, [one], layers=[1], **QUIET)["loss"][0] == pytest.approx(whole["loss"][0])
+    with pytest.raises(NormlabError, match="labels hold -1: give -100 where nothing is predicted"):
+        skip_sensitivity(model, [{**batch, "labels": torch.full_like(batch["input_ids"], -1)}], **QUIET)
 
 
 def test_models_without_logits_have_angles_and_classifiers_no_losses_by_token(model):

@@ -12,7 +12,14 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from normlab import observe
 from normlab.errors import NormlabError
-from normlab.probes import record
+from normlab.probes import (
+    angular_distance,
+    jacobian_identity,
+    massive_activations,
+    quantization_costs,
+    record,
+    skip_sensitivity,
+)
 
 SIZE = ["token_l2_mean"]
 
@@ -25,7 +32,7 @@ class Head(nn.Module):
         self.embed, self.body = nn.Embedding(32, WIDTH), Stack(*(kinds or (PreLN, PreLN)))
         self.head = nn.Linear(WIDTH, 32)
 
-    def forward(self, input_ids):
+    def forward(self, input_ids, more=None):
         return self.head(self.body(self.embed(input_ids)))
 
 
@@ -245,6 +252,20 @@ def test_a_stream_that_is_changed_between_blocks_is_said(how, is_changed):
         rec.sites.model(X)
     rec.stats()
     assert ("stream after block 1" in rec.absent) == is_changed
+
+
+@pytest.mark.parametrize("experiment", [skip_sensitivity, angular_distance, jacobian_identity, quantization_costs])
+def test_the_passes_of_an_experiment_are_not_recorded(experiment):
+    model, found = Head(), []
+    for runs in (False, True):
+        with record(model, SIZE) as recorder:
+            model(ids())
+            if runs:
+                experiment(model, [{"input_ids": ids()}], progress=False)
+                massive_activations(model, {"input_ids": ids(), "more": None})
+        found.append(recorder.stats())
+    assert found[1].manifest["forward_passes"] == 1
+    assert found[1].to_pandas().equals(found[0].to_pandas())
 
 
 @pytest.mark.usefixtures("own_garbage")

@@ -363,6 +363,24 @@ def test_an_update_is_the_step_that_adam_takes(kind):
     assert len(table["update_ratio"]) == 12
 
 
+def test_a_parameter_on_which_no_step_was_taken_has_no_update():
+    model = tiny_llama()
+    block = model.model.layers[0]
+    optimizer = torch.optim.Adam(model.parameters())
+    observer = normlab.observe(model, every=1, metrics=["rms"], optimizer=optimizer)
+    for step in range(2):
+        block.mlp.requires_grad_(step == 0)
+        model(**token_batch()).loss.backward()
+        before = [p.detach().clone() for p in block.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        observer.step(1.0, step)
+    moved = sum((p.detach() - w).square().sum() for p, w in zip(block.parameters(), before, strict=True))
+    size = sum(p.detach().square().sum() for p in block.parameters())
+    table = observer.to_pandas().set_index(["metric", "layer", "step"])["value"]
+    assert table["update_ratio", 1, 1] == pytest.approx(float((moved / size).sqrt()), rel=1e-4)
+
+
 def test_moments_are_those_of_the_gradients():
     """With one gradient at every step the corrected moments are it, and its size."""
     model = tiny_llama()

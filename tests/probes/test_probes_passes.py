@@ -14,7 +14,15 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import normlab
 from normlab.errors import NormlabError
-from normlab.probes import cheapest_spans, jacobian_identity, sites, skip_future_effect, skip_sensitivity, stacks
+from normlab.probes import (
+    cheapest_spans,
+    jacobian_identity,
+    sites,
+    skip_future_effect,
+    skip_sensitivity,
+    stacks,
+    void_tokens,
+)
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import find_output, with_output
 
@@ -148,6 +156,55 @@ def test_where_the_residual_is_apart_experiments_are_of_the_sum(block, plain):
     found = normlab.massive_activations(model, IDS, least=0, ratio=3).table["value"].tolist()
     plainly = normlab.massive_activations(Toy(), IDS, least=0, ratio=3).table["value"].tolist()
     assert found == pytest.approx(plainly, rel=1e-5)
+
+
+class Update(Block):
+    """What a block adds, for a model that adds it to the stream itself."""
+
+    def forward(self, x):
+        adds = self.attn(self.norm1(x))
+        return adds + self.mlp(self.norm2(x + adds))
+
+
+class AddingModel(Toy):
+    add = staticmethod(lambda x, adds: adds + x)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.layers:
+            x = self.add(x, block(x))
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_where_the_model_adds_the_residual_experiments_are_of_the_sum(in_place):
+    model = AddingModel(Update)
+    if in_place:
+        model.add = torch.Tensor.add_
+    values = [
+        [
+            *skip_sensitivity(model, [IDS], **QUIET)["skip_delta_loss"],
+            *normlab.logit_lens_kl(model, [IDS], **QUIET)["value"],
+            *normlab.angular_distance(model, [IDS], **QUIET).to_numpy().ravel(),
+            *normlab.massive_activations(model, IDS, least=0, ratio=3).table["value"],
+            *void_tokens(model, [IDS], **QUIET)["value"],
+        ]
+        for model in (model, Toy())
+    ]
+    assert values[0] == pytest.approx(values[1], rel=1e-4, abs=2e-6)
+    jacobians = [jacobian_identity(one, [IDS], **QUIET)["value"].tolist() for one in (model, Toy())]
+    assert jacobians[0] == pytest.approx(jacobians[1], rel=0.1)  # estimates from other random vectors
+
+
+def test_a_residual_that_is_added_out_of_sight_is_refused_and_a_stream_that_is_mixed_between_blocks_is_not():
+    model = AddingModel(Update)
+    model.add = lambda x, adds: x + 0.5 * adds
+    for experiment in (skip_sensitivity, normlab.angular_distance):
+        with pytest.raises(NormlabError, match="where the residual is added cannot be told"):
+            experiment(model, [IDS], **QUIET)
+    mixing = AddingModel(Block)
+    mixing.add = lambda x, out: 0.9 * out + 0.1
+    assert len(skip_sensitivity(mixing, [IDS], **QUIET)) == 3
 
 
 class Two(Block):
@@ -471,6 +528,42 @@ def test_skipping_a_branch_that_adds_the_residual_itself_leaves_the_residual(con
         assert row["loss"] + row["skip_delta_loss"] == pytest.approx(loss, abs=2e-6)
 
 
+class Beside(Block):
+    """Two MLPs side by side, as experts and a shared one."""
+
+    def __init__(self):
+        super().__init__()
+        self.ffn = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        read = self.norm2(x)
+        return x + (self.mlp(read) + self.ffn(read))
+
+
+class Macaron(Beside):
+    """Half an MLP before attention, and one after it."""
+
+    def forward(self, x):
+        x = x + 0.5 * self.ffn(self.norm1(x))
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+@pytest.mark.parametrize("block", [Beside, Macaron])
+def test_all_branches_of_a_kind_in_a_block_are_skipped_together(block):
+    model = Toy(block, depth=2)
+    table = skip_sensitivity(model, [IDS], parts=["mlp"], **QUIET)
+    losses = []
+    for layer in model.layers:
+        zeroed = [m.register_forward_hook(lambda module, args, out: out * 0) for m in (layer.mlp, layer.ffn)]
+        logits = model(**IDS)[:, :-1]
+        losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), IDS["input_ids"][:, 1:].flatten()).item())
+        for hook in zeroed:
+            hook.remove()
+    assert (table["loss"] + table["skip_delta_loss"]).tolist() == pytest.approx(losses, abs=1e-6)
+
+
 # -- the call ----------------------------------------------------------------------------------------------------------
 
 
@@ -496,6 +589,7 @@ def test_without_a_label_or_token_that_counts_there_is_one_line():
         lambda: jacobian_identity(model, [nothing], **QUIET),
         lambda: skip_future_effect(model, [nothing], **QUIET),
         lambda: normlab.massive_activations(model, nothing),
+        lambda: normlab.massive_activations(Toy(), {"input_ids": ids[:0]}),
         lambda: normlab.attention_sinks(model, nothing),
     ):
         with pytest.raises(NormlabError, match="no batch has a label or a token that counts"):

@@ -60,6 +60,37 @@ def test_the_loss_is_that_of_a_model_whose_linear_layers_were_replaced():
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+class Idle(nn.Linear):
+    """A linear layer beside one that no token is sent to; `how` may have its weight read all the same."""
+
+    def __init__(self, linear, how=None):
+        nn.Module.__init__(self)
+        self.weight, self.bias, self.how = linear.weight, linear.bias, how
+        self.expert = nn.Linear(linear.in_features, linear.out_features)
+
+    def forward(self, x):
+        if self.how == "by a product":
+            return super().forward(x) + nn.functional.linear(x, self.expert.weight)
+        return super().forward(x) + (0 * x @ self.expert.weight.T if self.how == "turned" else 0)
+
+
+def test_layers_that_do_not_run_are_left_out_and_weights_that_other_code_reads_are_refused():
+    model, batch = tiny_llama(num_hidden_layers=2), batch_for("llama")
+    before = quantization_costs(model, [batch], bits=4, progress=False)
+    mlp = model.model.layers[1].mlp
+    linear = mlp.up_proj
+    mlp.up_proj = Idle(linear)
+    assert quantization_costs(model, [batch], bits=4, progress=False).equals(before)
+    for how in ("by a product", "turned"):
+        mlp.up_proj = Idle(linear, how)
+        with pytest.raises(NormlabError, match="a linear layer's weight is read by other code"):
+            quantization_costs(model, [batch], bits=4, progress=False)
+    for block in model.model.layers:
+        block.forward = lambda hidden_states, **_: hidden_states
+    with pytest.raises(NormlabError, match="no linear layer of the blocks ran"):
+        quantization_costs(model, [batch], bits=4, progress=False)
+
+
 def test_the_weights_come_back_where_a_pass_fails():
     model, batch = tiny_llama(num_hidden_layers=2), batch_for("llama")
     before, calls = model.model.layers[0].mlp.down_proj.weight.clone(), []

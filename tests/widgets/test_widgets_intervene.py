@@ -16,6 +16,8 @@ from transformers import (
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Olmo2Config,
@@ -283,7 +285,7 @@ def scaled(model: torch.nn.Module, factor: float, part: str, centre: float = 0.0
 
 
 def test_gains_and_dimmers_of_other_models_are_what_they_say():
-    """A gain of 1 + weight; a norm on a branch's output; a branch whose output holds the stream."""
+    """A gain of 1 + weight; a norm on a branch's output; two MLPs; a branch whose output holds the stream."""
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     torch.manual_seed(0)
@@ -295,6 +297,10 @@ def test_gains_and_dimmers_of_other_models_are_what_they_say():
     by_hand = loss_of(scaled(olmo, 0.5, "post_attention_layernorm"))
     with changed(olmo, Change(attention=0.5)):
         assert loss_of(olmo) == pytest.approx(by_hand, abs=1e-6)
+    granite = GraniteMoeSharedForCausalLM(GraniteMoeSharedConfig(**sizes, shared_intermediate_size=48)).eval()
+    by_hand = loss_of(scaled(scaled(granite, 0.5, "shared_mlp.output"), 0.5, "experts.down"))
+    with changed(granite, Change(mlp=0.5)):
+        assert loss_of(granite) == pytest.approx(by_hand, abs=1e-6)
     bloom = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2)).eval()
     with (
         pytest.raises(NormlabError, match="block 1's attention returns the stream"),
