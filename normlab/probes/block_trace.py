@@ -33,6 +33,7 @@ class KnownBlock:
     failures: list[str] = field(default_factory=list)  # why it did not, one per call
     adding: set[nn.Module] = field(default_factory=set)  # norms that add two tensors and read the sum
     joins: bool = False  # it returns a branch and the residual apart: the stream is their sum
+    writes: dict[bool, bool] = field(default_factory=dict)  # into its input in place; of inference tensors, of others
 
 
 class BlockTrace:
@@ -47,9 +48,8 @@ class BlockTrace:
 
     def __init__(self, call: Call, block: Block, run: Run, entered: Tensor, known: KnownBlock, keeps_branches: bool):
         self.call, self.block, self.run, self.layer = call, block, run, run.layer
-        self.entered, self.width, self.known = entered, entered.shape[-1], known
+        self.width, self.known = entered.shape[-1], known
         self.keeps_branches = keeps_branches
-        self.entered_version = None if entered.is_inference() else entered._version
         self.events: list[NormRead | BranchRun] = []
         self.segments: tuple[Segment, ...] | None = None  # None: the stream was not found to add up
         self.why = ""  # it was not
@@ -61,7 +61,14 @@ class BlockTrace:
         self._sums: dict[nn.Module, Tensor | None] = {}  # norms that read two tensors, and the rows of their sum
         self.pair: LastBlock | None = None  # two tensors that it was given, until a norm has read one or their sum
         self.is_joined = False  # it was their sum
-        self._rows = Rows(entered) if self._known_sites is None else None
+        self._enter(entered)
+
+    def _enter(self, x: Tensor) -> None:
+        self.entered = x
+        self.wrote_into_input = False  # once the block has ended: then no update of it can be measured
+        self._version = 0 if x.is_inference() else x._version
+        self._may_write = self.known.writes.get(x.is_inference(), True)
+        self._rows = Rows(x) if self._known_sites is None or self._may_write else None
 
     @property
     def rows(self) -> Rows:
@@ -78,9 +85,13 @@ class BlockTrace:
 
     def enter_sum(self, x: Tensor) -> None:
         """Take `x` for the stream that the block reads: the sum of two tensors that it was given."""
-        self.is_joined, self.entered = True, x
-        self.entered_version = None if x.is_inference() else x._version
-        self._rows = Rows(x) if self._known_sites is None else None
+        self.is_joined = True
+        self._enter(x)
+
+    def forget_measured(self) -> None:
+        """Have the stream measured anew, where the block may have written over what was measured, uncounted."""
+        if self._may_write:
+            self.call.measured = None
 
     def note_sum(self, norm: nn.Module, x: Tensor, residual: Tensor) -> None:
         """Note that a norm is about to read two tensors, which it may add (in place)."""
@@ -111,6 +122,8 @@ class BlockTrace:
 
     def norm_starts(self, norm: nn.Module, x: Tensor) -> NormRead | None:
         """Note that a norm (or an activation outside the branches) is about to read `x`; None if it is at no site."""
+        if self._times:
+            self.forget_measured()
         time = self._times[norm]
         self._times[norm] += 1
         if self._known_sites is not None:
@@ -179,6 +192,7 @@ class BlockTrace:
 
     def finish(self, out: Tensor) -> None:
         """Find the reading under which the block adds up to `out`; name its norms, list its segments."""
+        self._note_writes()
         if self._known_sites is not None:
             self.segments, self.lost, self.run.sites = (), self.known.lost, self._known_sites
             return
@@ -204,6 +218,14 @@ class BlockTrace:
                 self.known.lost = self.lost
             self.lost |= self.known.lost
             self.known.sites = self.sites
+
+    def _note_writes(self) -> None:
+        """Note whether the block has written into its input: by PyTorch's count, which leaves some out, and by values."""
+        x, writes = self.entered, self.known.writes
+        is_counted = not x.is_inference() and x._version != self._version
+        is_seen = self._rows is not None and not self._rows.unchanged(x, self._rows.first)
+        self.wrote_into_input = is_counted or is_seen
+        writes[x.is_inference()] = self.wrote_into_input or writes.get(x.is_inference(), False)
 
     def _find_reading(self, last: Tensor | None) -> Reading | None:
         if last is None:
@@ -322,11 +344,6 @@ class BlockTrace:
                 return not any(True for _ in event.branch.module.children())
             x = event.x
         return False
-
-    @property
-    def wrote_into_input(self) -> bool:
-        """True if the block has written into its input: then no update of it can be measured."""
-        return self.entered_version is not None and self.entered._version != self.entered_version
 
     def release(self) -> None:
         """Let go of every activation: what was measured keeps the norms' reads, for their sites."""

@@ -477,6 +477,7 @@ class Recorder:
             stream = total if is_joined else x
         out = stream_of(following.module, stream, trace.known.channels_first)
         layer = call.layer = trace.layer
+        trace.forget_measured()
         self._measurer.activation(call, ("block_out", layer), out)
         call.last = LastBlock(block.module, trace.run, x, beside, is_joined)
         self._checkpoints.mark(x, call, trace.run)
