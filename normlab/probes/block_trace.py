@@ -220,7 +220,7 @@ class BlockTrace:
             self.known.sites = self.sites
 
     def _note_writes(self) -> None:
-        """Note whether the block has written into its input: by PyTorch's count, which leaves some out, and by values."""
+        """Note whether the block has written into its input: by PyTorch's count, which misses some, and by values."""
         x, writes = self.entered, self.known.writes
         is_counted = not x.is_inference() and x._version != self._version
         is_seen = self._rows is not None and not self._rows.unchanged(x, self._rows.first)
