@@ -264,6 +264,18 @@ class Measurer:
             call.hooked = (x, x._version, places)  # a write in place makes it another tensor to autograd
 
         x.register_hook(GradientHook(self._arrivals, call, places, channels_first, norm))
+        if x._is_view():
+            call.views.append((x, x._version, places))
+
+    def _leave_out_parts(self, call: Call) -> None:
+        """Leave out gradients at views that the block has written to: autograd sees the write in what they view."""
+        views, call.views = call.views, []
+        for x, version, places in views:
+            if x._version != version:
+                found = (_place(where, is_gradient=True) for where in places)
+                reason = "the block writes in place into a view, and part of the gradient passes that by"
+                call.absent |= {f"{place[0]} {place[1]}": reason for place in found if place is not None}
+                places.clear()
 
     def take_gradients(self, with_open: bool) -> dict[Call, list[Staged]]:
         """The gradients that have arrived since the last time, by call; `with_open`: those that may grow, too."""
@@ -310,6 +322,7 @@ class Measurer:
 
     def block_end(self, trace: BlockTrace, out: Tensor) -> None:
         """Measure what the branches added to the stream, and how the block changed it."""
+        self._leave_out_parts(trace.call)
         if not {"branch", "change", "spectrum"} & self.kinds:
             return
         call, place = trace.call, ("block", trace.layer)

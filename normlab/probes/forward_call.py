@@ -407,6 +407,7 @@ class Call:
         # The latest tensor with a gradient hook, its version, and where it is read.
         self.hooked: tuple[Tensor, int, list[Place | NormRead]] | None = None
         self.watched: set[Any] = set()  # where gradient hooks were set
+        self.views: list[tuple[Tensor, int, list[Any]]] = []  # as `hooked`, of the block that runs
         self.waits = False  # a checkpoint will hand over tensors whose gradients are wanted
         self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why
@@ -666,4 +667,4 @@ class Call:
     def close(self) -> None:
         """Let go of every activation."""
         self.running = self.last = self.measured = self.hooked = None
-        self.final = []
+        self.final, self.views = [], []

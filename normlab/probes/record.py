@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from normlab.errors import NormlabError
 from normlab.probes.accumulate import Accumulator, Measurer
@@ -154,7 +155,7 @@ class Recorder:
         self._eager: AbstractContextManager = nullcontext()
         self._local = _Running()
         self._lock = threading.Lock()
-        self._root: Tensor | None = None  # where `backward` ends
+        self._root: Tensor | GradientEdge | None = None  # where `backward` ends
         self._latest: Call | None = None
         self.known: dict[nn.Module, KnownBlock] = {}
         self._checkpoints = Checkpoints(self.absent)
@@ -425,10 +426,12 @@ class Recorder:
         if is_first:
             call.find_rows(x, known.is_turned)
         if is_first and self._has_gradients:
-            self._root = x
+            # `x` may be written to, and be another then; of a view autograd sees that in what it views.
+            root = x._base if x._is_view() and x._base is not None and x._base.requires_grad else x
+            self._root = get_gradient_edge(root) if root.requires_grad else root
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
-                self._root = x.detach().requires_grad_()
-                x = self._root.clone()  # a leaf may not be written to in place, its copy may
+                self._root = leaf = x.detach().requires_grad_()
+                x = leaf.clone()  # a leaf may not be written to in place, its copy may
                 replaced = with_argument(args, kwargs, name, x)
         entered = stream_of(module, x, known.channels_first)
         call.running = run
@@ -631,7 +634,7 @@ class Recorder:
                     "and run the model outside of compiled functions"
                 )
             raise NormlabError(f"nothing was recorded: {why}")
-        has_reason = GRADIENTS in self.absent or self._has_failed
+        has_reason = self._has_failed or any(place == GRADIENTS or "_grad " in place for place in self.absent)
         if self._has_gradients and "gradient" not in kinds and not has_reason:
             raise NormlabError(
                 "grad_* metrics were asked for but no backward pass ran through these blocks: call loss.backward() or "
