@@ -314,10 +314,10 @@ class Measurer:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    def block_start(self, trace: BlockTrace, x: Tensor, is_first: bool) -> None:
-        """Measure what a block reads, if no block's output was that; `x` holds the stream."""
-        if is_first:
-            self.activation(trace.call, ("block_out", trace.layer - 1), trace.entered)
+    def block_start(self, trace: BlockTrace, x: Tensor, layer: int | None) -> None:
+        """Measure what a block reads, if no block's output was that, as the output of `layer`; `x` holds the stream."""
+        if layer is not None:
+            self.activation(trace.call, ("block_out", layer), trace.entered)
         self.gradient(trace.call, ("block_in", trace.layer), x, trace.known.channels_first)
 
     def block_end(self, trace: BlockTrace, out: Tensor) -> None:

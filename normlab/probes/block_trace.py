@@ -28,7 +28,8 @@ class KnownBlock:
 
     channels_first: bool
     is_turned: bool | None  # it holds (length, batch), by its attention; None: that does not tell
-    sites: dict[NormRun, str] | None = None  # of its norms, once its stream has added up
+    sites: dict[NormRun, str] | None = None  # of its norms, once its stream has added up; of none that has two
+    times: Counter[nn.Module] = field(default_factory=Counter)  # that each norm ran then
     lost: dict[str, str] = field(default_factory=dict)  # sites whose norm is not measured then, and why
     failures: list[str] = field(default_factory=list)  # why it did not, one per call
     adding: set[nn.Module] = field(default_factory=set)  # norms that add two tensors and read the sum
@@ -56,6 +57,7 @@ class BlockTrace:
         self.lost: dict[str, str] = {}  # sites whose norm has run and is not measured, and why
         self.has_experts = False  # the experts that a mixture took are known
         self._known_sites = None if keeps_branches else known.sites
+        self._known_reads: list[NormRead] = []  # at these sites
         self._inputs: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
         self._times: Counter[nn.Module] = Counter()  # that each norm has run
         self._sums: dict[nn.Module, Tensor | None] = {}  # norms that read two tensors, and the rows of their sum
@@ -128,7 +130,10 @@ class BlockTrace:
         self._times[norm] += 1
         if self._known_sites is not None:
             site = self._known_sites.get((norm, time))
-            return None if site is None else NormRead(norm, self.layer, site=site)
+            if site is None:
+                return None
+            self._known_reads.append(NormRead(norm, self.layer, site=site))
+            return self._known_reads[-1]
         if x.shape[-1] != self.width:
             return None
         is_norm = norm not in self.block.activations
@@ -194,7 +199,9 @@ class BlockTrace:
         """Find the reading under which the block adds up to `out`; name its norms, list its segments."""
         self._note_writes()
         if self._known_sites is not None:
-            self.segments, self.lost, self.run.sites = (), self.known.lost, self._known_sites
+            self.segments, self.lost = (), dict(self.known.lost)
+            self._compare_times()
+            self.run.sites = self._known_sites
             return
         self.rows.note_rounding(out)
         last = self.rows.of(out)
@@ -217,7 +224,21 @@ class BlockTrace:
                 self._note_lost_norms(reading)
                 self.known.lost = self.lost
             self.lost |= self.known.lost
-            self.known.sites = self.sites
+            if len({norm for norm, _ in self.sites}) == len(self.sites):  # else branches that are dropped decide
+                self.known.sites, self.known.times = self.sites, self._times
+
+    def _compare_times(self) -> None:
+        """Leave out norms that ran at another number of times than when their sites were found."""
+        assert self._known_sites is not None
+        others = {read.norm for read in self._known_reads if self._times[read.norm] != self.known.times[read.norm]}
+        if not others:
+            return
+        for read in self._known_reads:
+            if read.norm in others and read.site is not None:
+                self.lost[read.site] = "the norm did not run as often as in the calls before"
+                read.site = None
+        self._known_sites = {run: site for run, site in self._known_sites.items() if run[0] not in others}
+        self.known.sites = None
 
     def _note_writes(self) -> None:
         """Note whether the block has written into its input: by PyTorch's count, which misses some, and by values."""

@@ -438,7 +438,7 @@ class Recorder:
         trace = self._local.trace = BlockTrace(call, block, run, entered, known, "branch" in self._measurer.kinds)
         if not is_first:
             self._compare_with_last(trace, x, given)
-        self._measurer.block_start(trace, x, is_first)
+        self._measurer.block_start(trace, x, self.sites.blocks[0].layer - 1 if is_first else None)
         if self._measurer.watches_attention:
             call.watch = AttentionWatch()
             call.watch.__enter__()
