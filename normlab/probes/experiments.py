@@ -308,16 +308,28 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
     """Run the model; `look(layer, h)` sees h_0 .. h_L.
 
     Raises:
-        NormlabError: several residual streams.
+        NormlabError: several residual streams, or blocks that run on some of the tokens.
     """
+    entered: list[torch.Size] = []
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         before, after = runner.stream.through(args, kwargs, output)
         if layer == 1:
+            entered[:] = [before.shape]
             look(0, before)
+        require_same_tokens(entered[0], after)
         look(layer, after)
 
     see_blocks(runner.stream, partial(runner.run, batch, needs_logits=False), hook)
+
+
+def require_same_tokens(shape: torch.Size, h: Tensor) -> None:
+    """Refuse a stream `h` of other tokens than one of this shape."""
+    if h.shape[:-1] != shape[:-1]:
+        one, other = (" x ".join(map(str, of[:-1])) for of in (shape, h.shape))
+        raise NormlabError(
+            f"a block passes on {other} tokens and another one reads {one}: this compares the same tokens at all layers"
+        )
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -526,6 +538,7 @@ def skip_future_effect(
 
         def compare(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             before, after = runner.stream.through(args, kwargs, output)
+            require_same_tokens(kept.states[0].shape, after)
             change = (after - before).float() - updates[layer]
             relative = torch.linalg.vector_norm(change, dim=-1) / torch.linalg.vector_norm(updates[layer], dim=-1)
             values.append(torch.where(counted, relative, 0).sum(1))

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import ref
@@ -482,6 +482,11 @@ class Call:
         is_encoder = self.inputs.has_decoder and not self.crosses
         return 0 if is_encoder or not self.inputs.is_text else self.inputs.past
 
+    @property
+    def _is_cached(self) -> bool:
+        """True if the caller gives a cache, which may still be empty."""
+        return any(name in self.inputs.arguments for name in _CACHES)
+
     def _tokens(self) -> Tensor | None:
         """The caller's tensor of this stack's tokens; a mask has their shape."""
         names = _DECODER_TOKENS if self._is_decoder else _TOKENS
@@ -546,7 +551,8 @@ class Call:
                 "them cannot be told: pad to that length with an attention_mask, or record the inner model, which is "
                 "given all of them"
             )
-        return by_shape
+        selects = by_shape.rows[0] == batch and count < length and not self._is_cached
+        return replace(by_shape, has_first=not selects)
 
     def _starts(self, rows: tuple[int, int], device: torch.device) -> Tensor | None:
         """(rows, tokens per row) bool: the tokens at position 0, by the caller's positions; None without them."""
@@ -562,22 +568,23 @@ class Call:
 
     def _row_masks(self, device: torch.device, layout: Layout, names: Sequence[str]) -> Tensor:
         """(names, rows, tokens per row): `token_masks` of a layout."""
-        cached = any(name in self.inputs.arguments for name in _CACHES)  # it may still be empty
         mask, starts = self.attention_mask, self._starts(layout.rows, device)
-        masks = token_masks(mask, layout.rows, device, names, cached, self.past, starts)
+        masks = token_masks(mask, layout.rows, device, names, self._is_cached, self.past, starts)
         masks = masks.view(len(names), *layout.rows)
-        if not layout.is_told:
-            if not bool(masks[0].all()):
-                raise NormlabError(
-                    f"there are as many rows as tokens in a row, {layout.rows[0]}, so they cannot be told apart: give "
-                    "batches of another size"
-                )
+        if not layout.is_told and not bool(masks[0].all()):
+            raise NormlabError(
+                f"there are as many rows as tokens in a row, {layout.rows[0]}, so they cannot be told apart: give "
+                "batches of another size"
+            )
+        if not layout.is_told or not layout.has_first:
             by_row = torch.tensor([name != "all" for name in names], device=device)[:, None, None]
             masks = masks & ~by_row
             if bool(by_row.any()):
                 self.absent["mask no_first"] = (
                     "whether the blocks hold (batch, length) or (length, batch) cannot be told: give the tokens or a "
                     "mask by name, in batches with another number of rows than of tokens"
+                    if layout.has_first
+                    else f"blocks run on {layout.rows[1]} tokens of a longer row, and do not tell whether on its first"
                 )
         return masks
 
@@ -613,7 +620,7 @@ class Call:
     def counts_first_tokens(self, device: torch.device, tokens: tuple[int, ...]) -> bool:
         """True if the masks differ in the first real token of each row, if at all."""
         layout = self.layout(tokens)
-        return layout.is_told and self._starts(layout.rows, device) is None
+        return layout.is_told and layout.has_first and self._starts(layout.rows, device) is None
 
     def first_tokens(self, device: torch.device, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Flat positions of each row's first real token (of all its streams), and whether the row has one."""

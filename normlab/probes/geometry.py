@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Z95, Batch, Runner, row_means, see_layers, table_of, token_kl
+from normlab.probes.experiments import (
+    Z95,
+    Batch,
+    Runner,
+    require_same_tokens,
+    row_means,
+    see_layers,
+    table_of,
+    token_kl,
+)
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import require_one_stream
 from normlab.probes.passes import require_rows, see_blocks
@@ -199,6 +208,7 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
         require_rows(states[0])
         if not hasattr(runner.sites.blocks[0].module, "enter"):  # else what follows the last block takes any state
             for before, after in pairwise(states):
+                require_same_tokens(before.shape, after)
                 require_one_stream(before, after)
         counted = runner.counted(batch, states[0])
         if final.shape[:-1] != counted.shape:
