@@ -245,14 +245,15 @@ class Runner:
         return token_masks(given, tokens, self.device, [mask], cached=False)[0].reshape(tokens)
 
     def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:
-        by_attention = are_turned(self.sites.blocks[0].module)
-        if by_attention is not None:
-            return by_attention
+        by_attention = bool(are_turned(self.sites.blocks[0].module))  # which may read it turned
         given = (self._known(batch).get(name) for name in ("input_ids", "decoder_input_ids", "input"))
         texts = [ids for ids in given if isinstance(ids, Tensor) and ids.shape[:2] in (x.shape[:2], x.shape[1::-1])]
-        if not texts or any(ids.shape[:2] == x.shape[:2] != x.shape[1::-1] for ids in texts):
+        if not texts:
+            return by_attention
+        if any(ids.shape[:2] == x.shape[:2] != x.shape[1::-1] for ids in texts):
             return False
-        return x.shape[0] != x.shape[1] or bool(is_turned(texts[0], x))
+        told = is_turned(texts[0], x) if x.shape[0] == x.shape[1] else True
+        return by_attention if told is None else told
 
 
 def listed(batches: Iterable[Batch]) -> list[Batch]:

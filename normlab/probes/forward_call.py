@@ -510,14 +510,15 @@ class Call:
         return [(x.shape[0], x.shape[1]) for x in whole]
 
     def find_rows(self, x: Tensor, is_turned_by_attention: bool | None) -> None:
-        """Find out whether the first block, which reads `x`, holds (length, batch): by its attention, or by its tokens.
+        """Find out whether the first block, which reads `x`, holds (length, batch): by its tokens, or by its attention.
 
-        The tokens tell it by their values, where there are as many rows as tokens in a row.
+        The tokens tell it by their values, where there are as many rows as tokens in a row. A block may turn what its
+        attention reads.
         """
-        self._turned = is_turned_by_attention
-        tokens = self._tokens()
-        if self._turned is None and tokens is not None and x.ndim == 3 and x.shape[:2] == tokens.shape[:2]:
-            self._turned = is_turned(tokens, x) if x.shape[0] == x.shape[1] else False
+        self._turned, tokens = is_turned_by_attention, self._tokens()
+        if tokens is not None and x.ndim == 3 and x.shape[:2] == tokens.shape[:2]:
+            told = is_turned(tokens, x) if x.shape[0] == x.shape[1] else False
+            self._turned = self._turned if told is None else told
 
     def has_rows(self, tokens: tuple[int, int]) -> bool:
         """True if attention's (batch, queries) are the rows of the call: no windows, chunks or latents."""

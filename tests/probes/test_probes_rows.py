@@ -292,6 +292,33 @@ class Translator(nn.Module):
         return h
 
 
+class TurnedInside(nn.Module):
+    """Attention over (length, batch, width) in a block of (batch, length, width)."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x):
+        x = x.transpose(0, 1)
+        return self.attention(x, x, x)[0].transpose(0, 1)
+
+
+class TurnedInsideBlock(PreLN):
+    part = TurnedInside
+
+
+def test_a_block_that_turns_what_its_attention_reads_is_not_turned():
+    model, square = Text(), IDS.repeat(2, 1)
+    model.body = Stack(TurnedInsideBlock, TurnedInsideBlock)
+    with record(model, SIZE) as rec, torch.no_grad():
+        model(square)
+    right = model.body.layers[0](model.embed(square))[:, 1:]
+    assert values(rec.stats())["block_out", 1, "token_l2_mean", "no_first"] == size(right)
+    for ids in (IDS, square):
+        assert angular_distance(model, [{"input_ids": ids}], progress=False).shape == (3, 3)
+
+
 class Selecting(Text):
     """Mixture of depths: block 2 runs on the later tokens."""
 
