@@ -323,8 +323,14 @@ class Measurer:
     def block_end(self, trace: BlockTrace, out: Tensor) -> None:
         """Measure what the branches added to the stream, and how the block changed it."""
         self._leave_out_parts(trace.call)
+        if "load" in self.kinds and trace.has_router and not trace.has_experts:
+            reason = "no module of the mixture is given or returns the experts that were taken, as whole numbers"
+            trace.call.absent[f"expert_load_max {trace.layer}"] = reason
         if not {"branch", "change", "spectrum"} & self.kinds:
             return
+        for segment in trace.segments or ():
+            for run in segment.runs:
+                self.branches[run.kind, trace.layer] = (run.module, segment.made.form)
         call, place = trace.call, ("block", trace.layer)
         h, out = trace.entered.detach(), out.detach()
         if trace.wrote_into_input:
@@ -358,7 +364,6 @@ class Measurer:
                 call.absent[f"block {layer}"] = "a tensor of the residual stream was written over in place"
                 return None
             for run, stream, adds in parts:
-                self.branches[run.kind, layer] = (run.module, segment.made.form)
                 streams.setdefault(run.kind, stream.reshape(h.shape))
                 adds = adds.reshape(h.shape)
                 added[run.kind] = adds if run.kind not in added else at_least_float32(added[run.kind]) + adds
@@ -383,6 +388,7 @@ class Measurer:
 
     def router(self, trace: BlockTrace, x: Tensor, returned: Any, routing: Routing) -> None:
         """Measure what a router read and returned."""
+        trace.has_router = True
         if "router" not in self.kinds or x.shape[-1] != routing.scores.shape[1]:
             return
         if routing.scores.is_meta:  # its product would be whatever lies in memory

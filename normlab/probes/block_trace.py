@@ -55,7 +55,8 @@ class BlockTrace:
         self.segments: tuple[Segment, ...] | None = None  # None: the stream was not found to add up
         self.why = ""  # it was not
         self.lost: dict[str, str] = {}  # sites whose norm has run and is not measured, and why
-        self.has_experts = False  # the experts that a mixture took are known
+        self.has_router = False  # that of a mixture has run
+        self.has_experts = False  # the experts that it took are known
         self._known_sites = None if keeps_branches else known.sites
         self._known_reads: list[NormRead] = []  # at these sites
         self._inputs: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}

@@ -133,7 +133,8 @@ def jacobian_identity(
         arguments as for `skip_sensitivity`.
 
     Raises:
-        NormlabError: probes < 1, called under inference_mode, or as for `angular_distance`.
+        NormlabError: probes < 1, called under inference_mode, a block that writes in place over what its gradient
+            needs, or as for `angular_distance`.
     """
     if probes < 1:
         raise NormlabError(f"probes is {probes}: one random vector or more is needed")
@@ -159,7 +160,7 @@ def jacobian_identity(
                 _require_same(after, out.detach())
                 for _ in range(probes):
                     v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]
-                    (pulled,) = torch.autograd.grad(out, leaf, v, retain_graph=True)
+                    pulled = _pulled_back(out, leaf, v)
                     gaps[layer].append(float((pulled.float() - v.float()).square().sum()))
 
         see_blocks(stream, partial(runner.run, batch, needs_logits=False), probe)
@@ -177,6 +178,18 @@ def _again(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         return block(*args, **kwargs)
     except Exception as error:
         raise NormlabError(f"a block fails {FILLS_A_CACHE}") from error
+
+
+def _pulled_back(out: Tensor, leaf: Tensor, v: Tensor) -> Tensor:
+    """The vector-Jacobian product of `v`."""
+    try:
+        return torch.autograd.grad(out, leaf, v, retain_graph=True)[0]
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise
+        raise NormlabError(
+            "a block writes in place over what its gradient needs, so that it has no Jacobian: have it add to a copy"
+        ) from error
 
 
 def _require_same(first: Tensor, again: Tensor) -> None:

@@ -101,6 +101,8 @@ class Router(nn.Module):
         self.scores = nn.functional.linear(x, weight, self.bias)
         best = self.scores.topk(2)
         outputs = {"softmax": self.scores.softmax(-1), "sigmoid": self.scores.sigmoid(), "choice": best.values}
+        if self.how == "in a mask":
+            return self.scores, self.scores >= best.values[:, 1:]
         return outputs.get(self.how, self.scores), best.indices
 
 
@@ -111,7 +113,8 @@ class Mixture(nn.Module):
 
     def forward(self, x):
         _, chosen = self.router(x)
-        picked = nn.functional.one_hot(chosen, 4).sum(1).view(*x.shape[:-1], 4)
+        chosen = chosen if chosen.dtype is torch.bool else nn.functional.one_hot(chosen, 4).sum(1)
+        picked = chosen.view(*x.shape[:-1], 4)
         return sum(picked[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
 
 
@@ -136,3 +139,13 @@ def test_a_routers_own_bias_counts_and_scores_that_are_made_in_another_way_are_l
         return
     p = model[0].moe.router.scores.double().softmax(-1)
     assert table.iloc[0] == pytest.approx(float(torch.special.entr(p).sum(-1).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["scores", "in a mask"])
+def test_experts_that_are_taken_unseen_have_no_load_and_a_reason(how):
+    model = nn.Sequential(MixtureBlock(how), MixtureBlock(how))
+    with record(model, ["expert_load_max", "rms"], masks=["all"]) as rec, torch.no_grad():
+        model(torch.randn(2, 10, 16))
+    layers = {1, 2} if how == "scores" else set()
+    assert set(rec.stats().to_pandas().query("metric == 'expert_load_max'")["layer"]) == layers
+    assert rec.absent.keys() == {f"expert_load_max {layer}" for layer in {1, 2} - layers}
