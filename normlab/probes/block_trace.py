@@ -8,6 +8,7 @@ branch is measured, the norm that reads the block's input is named by what comes
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -305,6 +306,14 @@ class BlockTrace:
         if placed and placed.issuperset(self.block.norms):
             return
         placed |= {read.norm for read in self._reads if read.is_second or self._is_of_a_branch(read)}
+        # One that makes what a norm reads of the stream, such as a token shift, is none.
+        streams = [self.rows.first, *(segment.after_rows for segment in reading.segments)]
+        read_by_norms = [event.rows for event in self._reads if event.norm in placed]
+        placed |= {
+            read.norm
+            for read in self._reads
+            if self._is_among(read.rows, streams) and self._is_among(read.out_rows, read_by_norms)
+        }
         names = {part: name for name, part in self.block.module.named_modules()}
         did_all_run = {run.branch for run in self.runs} >= set(self.block.branches)
         elsewhere = "reads neither the stream nor what a branch returned"
@@ -315,6 +324,9 @@ class BlockTrace:
         if not placed and not self.lost and self._times:
             kinds = dict.fromkeys(run.kind for run in self.runs if run.kind != "other")
             self.lost |= dict.fromkeys((f"{kind}_norm_in" for kind in kinds), f"every norm inside {elsewhere}")
+
+    def _is_among(self, rows: Tensor | None, others: Sequence[Tensor | None]) -> bool:
+        return any(self.rows.same(rows, other) for other in others)
 
     def _is_of_a_branch(self, read: NormRead) -> bool:
         """True if a norm read what a branch has returned, and nothing else."""

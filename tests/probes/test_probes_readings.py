@@ -248,6 +248,32 @@ def test_a_stack_that_the_loss_does_not_depend_on_is_told_from_a_missing_backwar
         rec.stats()
 
 
+class Shift(nn.Module):
+    """A mean of each token and the one before it, by feature, as RWKV's. It holds a vector, as norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.linspace(0.2, 0.8, WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h.lerp(nn.functional.pad(h, (0, 0, 1, -1)), self.share)
+
+
+class Shifted(PreLN):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = Shift()
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h + self.attn(self.norm1(self.shift(h)))
+
+
+def test_the_norm_after_a_token_shift_is_the_branchs():
+    block, found, absent = read(Shifted)
+    assert found["attn_norm_in", 1, "token_l2_mean", "all"] == size(block.shift(X))
+    assert found["mlp_norm_in", 1, "token_l2_mean", "all"] == size(block.middle(X)) and absent == {}
+
+
 class OneNorm(PreLN):
     """One norm for both branches; attention may be dropped."""
 
