@@ -91,12 +91,15 @@ class Capture:
     """Tensors by site in order of computation, and the name of the module that returned each.
 
     `last` ends the pass. `given` are values that the model goes on with in place of its own, once these are kept.
+    `copies`: the model writes into tensors that it has returned, so that copies are kept.
     """
 
     tensors: dict[Site, Tensor] = field(default_factory=dict)
     modules: dict[Site, str] = field(default_factory=dict)
     last: Site | None = None
     given: Mapping[Site, Tensor] = field(default_factory=dict)
+    copies: bool = False
+    _before: dict[Site, tuple[int, Tensor]] = field(default_factory=dict)  # writes counted until then, and a token
 
     @property
     def depth(self) -> int:
@@ -107,12 +110,31 @@ class Capture:
         """Keep the value that a site holds first; returns what is given in its place."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or site in self.tensors:
             return None
-        self.tensors[site] = value.detach()
+        x = value.detach()
+        self.tensors[site] = x.clone() if self.copies else x
+        self._before[site] = x._version, _last_token(x).clone()
         self.modules[site] = module
         if site == self.last:
             raise _Reached
         given = self.given.get(site)
-        return None if given is None or given.shape != value.shape else given.to(value)
+        return None if given is None or given.shape != value.shape else given.to(value, copy=True)
+
+    @property
+    def is_overwritten(self) -> bool:
+        """True if the model has written into what was kept and not copied; PyTorch does not count every write."""
+        return not self.copies and any(
+            x._version != count or not torch.equal(_last_token(x), token)
+            for x, (count, token) in ((x, self._before[site]) for site, x in self.tensors.items())
+        )
+
+    def forget(self) -> None:
+        """Begin anew."""
+        for kept in (self.tensors, self.modules, self._before):
+            kept.clear()
+
+
+def _last_token(x: Tensor) -> Tensor:
+    return x[(slice(-1, None),) * (x.ndim - 1)]
 
 
 class _Reached(BaseException):
@@ -253,20 +275,32 @@ def capture(
 def _captured(result: Capture, model: nn.Module, batch: dict[str, Any], roles: Roles, gradients: bool) -> None:
     arrived = Capture()
     mask = roles.mask_of(batch)
-    with _hooks(model, roles, result, mask, arrived if gradients else None), torch.set_grad_enabled(gradients):
+    with (
+        _hooks(model, roles, result, mask, arrived if gradients else None),
+        torch.inference_mode(False),  # whose tensors count no writes
+        torch.set_grad_enabled(gradients),
+    ):
         output = _called(model, batch)
-        logits = output.logits if hasattr(output, "logits") else find_output(output)
-        result.keep(Site(LOGITS, result.depth + 1), logits, head_name(model))
-        if gradients and logits is not None:
-            if not logits.requires_grad or "input_ids" not in batch:
-                raise NormlabError("gradients=True needs input_ids, and parameters that are not frozen")
-            labels = batch["input_ids"][:, 1:]
-            if mask is not None:  # what padding predicts depends on the attention's implementation
-                labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
-            flat = logits[:, :-1].flatten(0, 1)
-            functional.cross_entropy(flat, labels.flatten(), reduction="sum").backward()
-    result.tensors |= arrived.tensors
-    result.modules |= arrived.modules
+        is_whole = not result.is_overwritten
+        if is_whole:
+            logits = output.logits if hasattr(output, "logits") else find_output(output)
+            result.keep(Site(LOGITS, result.depth + 1), logits, head_name(model))
+            if gradients and logits is not None:
+                if not logits.requires_grad or "input_ids" not in batch:
+                    raise NormlabError("gradients=True needs input_ids, and parameters that are not frozen")
+                labels = batch["input_ids"][:, 1:]
+                if mask is not None:  # what padding predicts depends on the attention's implementation
+                    labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
+                flat = logits[:, :-1].flatten(0, 1)
+                functional.cross_entropy(flat, labels.flatten(), reduction="sum").backward()
+    if is_whole:
+        result.tensors |= arrived.tensors
+        result.modules |= arrived.modules
+        return
+    del output
+    result.forget()
+    result.copies = True
+    _captured(result, model, batch, roles, gradients)
 
 
 def counted(x: Tensor, mask: Tensor | None) -> Tensor | None:

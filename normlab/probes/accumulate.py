@@ -264,6 +264,18 @@ class Measurer:
             call.hooked = (x, x._version, places)  # a write in place makes it another tensor to autograd
 
         x.register_hook(GradientHook(self._arrivals, call, places, channels_first, norm))
+        if x._is_view():
+            call.views.append((x, x._version, places))
+
+    def _leave_out_parts(self, call: Call) -> None:
+        """Leave out gradients at views that the block has written to: autograd sees the write in what they view."""
+        views, call.views = call.views, []
+        for x, version, places in views:
+            if x._version != version:
+                found = (_place(where, is_gradient=True) for where in places)
+                reason = "the block writes in place into a view, and part of the gradient passes that by"
+                call.absent |= {f"{place[0]} {place[1]}": reason for place in found if place is not None}
+                places.clear()
 
     def take_gradients(self, with_open: bool) -> dict[Call, list[Staged]]:
         """The gradients that have arrived since the last time, by call; `with_open`: those that may grow, too."""
@@ -302,16 +314,25 @@ class Measurer:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    def block_start(self, trace: BlockTrace, x: Tensor, is_first: bool) -> None:
-        """Measure what a block reads, if no block's output was that; `x` holds the stream."""
-        if is_first:
-            self.activation(trace.call, ("block_out", trace.layer - 1), trace.entered)
+    def block_start(self, trace: BlockTrace, x: Tensor, layer: int | None) -> None:
+        """Measure what a block reads, if no block's output was that, as the output of `layer`; `x` holds the stream."""
+        if layer is not None:
+            self.activation(trace.call, ("block_out", layer), trace.entered)
         self.gradient(trace.call, ("block_in", trace.layer), x, trace.known.channels_first)
 
     def block_end(self, trace: BlockTrace, out: Tensor) -> None:
         """Measure what the branches added to the stream, and how the block changed it."""
+        self._leave_out_parts(trace.call)
+        if "load" in self.kinds and trace.has_router and not trace.has_experts:
+            reason = "no module of the mixture is given or returns the experts that were taken, as whole numbers"
+            trace.call.absent[f"expert_load_max {trace.layer}"] = reason
         if not {"branch", "change", "spectrum"} & self.kinds:
             return
+        modules: dict[Place, dict[nn.Module, str]] = defaultdict(dict)
+        for segment in trace.segments or ():
+            for run in segment.runs:
+                modules[run.kind, trace.layer][run.module] = segment.made.form
+        self.branches |= modules
         call, place = trace.call, ("block", trace.layer)
         h, out = trace.entered.detach(), out.detach()
         if trace.wrote_into_input:
@@ -339,18 +360,15 @@ class Measurer:
             return None
         added: dict[str, Tensor] = {}
         streams: dict[str, Tensor] = {}
-        modules: dict[Place, dict[nn.Module, str]] = defaultdict(dict)
         for segment in trace.segments:
             parts = additions(segment, out, trace.rows)
             if parts is None:
                 call.absent[f"block {layer}"] = "a tensor of the residual stream was written over in place"
                 return None
             for run, stream, adds in parts:
-                modules[run.kind, layer][run.module] = segment.made.form
                 streams.setdefault(run.kind, stream.reshape(h.shape))
                 adds = adds.reshape(h.shape)
                 added[run.kind] = adds if run.kind not in added else at_least_float32(added[run.kind]) + adds
-        self.branches |= modules
         # Branches of a kind that follow each other; those that run side by side count once.
         working = ([run.kind for run in segment.runs if run.kind != "other"] for segment in trace.segments)
         counts = Counter(kind for kinds in working for kind, _ in groupby(kinds))
@@ -372,6 +390,7 @@ class Measurer:
 
     def router(self, trace: BlockTrace, x: Tensor, returned: Any, routing: Routing) -> None:
         """Measure what a router read and returned."""
+        trace.has_router = True
         if "router" not in self.kinds or x.shape[-1] != routing.scores.shape[1]:
             return
         if routing.scores.is_meta:  # its product would be whatever lies in memory

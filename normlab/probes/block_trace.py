@@ -8,6 +8,7 @@ branch is measured, the norm that reads the block's input is named by what comes
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -28,11 +29,13 @@ class KnownBlock:
 
     channels_first: bool
     is_turned: bool | None  # it holds (length, batch), by its attention; None: that does not tell
-    sites: dict[NormRun, str] | None = None  # of its norms, once its stream has added up
+    sites: dict[NormRun, str] | None = None  # of its norms, once its stream has added up; of none that has two
+    times: Counter[nn.Module] = field(default_factory=Counter)  # that each norm ran then
     lost: dict[str, str] = field(default_factory=dict)  # sites whose norm is not measured then, and why
     failures: list[str] = field(default_factory=list)  # why it did not, one per call
     adding: set[nn.Module] = field(default_factory=set)  # norms that add two tensors and read the sum
     joins: bool = False  # it returns a branch and the residual apart: the stream is their sum
+    writes: dict[bool, bool] = field(default_factory=dict)  # into its input in place; of inference tensors, of others
 
 
 class BlockTrace:
@@ -47,21 +50,29 @@ class BlockTrace:
 
     def __init__(self, call: Call, block: Block, run: Run, entered: Tensor, known: KnownBlock, keeps_branches: bool):
         self.call, self.block, self.run, self.layer = call, block, run, run.layer
-        self.entered, self.width, self.known = entered, entered.shape[-1], known
+        self.width, self.known = entered.shape[-1], known
         self.keeps_branches = keeps_branches
-        self.entered_version = None if entered.is_inference() else entered._version
         self.events: list[NormRead | BranchRun] = []
         self.segments: tuple[Segment, ...] | None = None  # None: the stream was not found to add up
         self.why = ""  # it was not
         self.lost: dict[str, str] = {}  # sites whose norm has run and is not measured, and why
-        self.has_experts = False  # the experts that a mixture took are known
+        self.has_router = False  # that of a mixture has run
+        self.has_experts = False  # the experts that it took are known
         self._known_sites = None if keeps_branches else known.sites
+        self._known_reads: list[NormRead] = []  # at these sites
         self._inputs: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
         self._times: Counter[nn.Module] = Counter()  # that each norm has run
         self._sums: dict[nn.Module, Tensor | None] = {}  # norms that read two tensors, and the rows of their sum
         self.pair: LastBlock | None = None  # two tensors that it was given, until a norm has read one or their sum
         self.is_joined = False  # it was their sum
-        self._rows = Rows(entered) if self._known_sites is None else None
+        self._enter(entered)
+
+    def _enter(self, x: Tensor) -> None:
+        self.entered = x
+        self.wrote_into_input = False  # once the block has ended: then no update of it can be measured
+        self._version = 0 if x.is_inference() else x._version
+        self._may_write = self.known.writes.get(x.is_inference(), True)
+        self._rows = Rows(x) if self._known_sites is None or self._may_write else None
 
     @property
     def rows(self) -> Rows:
@@ -78,9 +89,13 @@ class BlockTrace:
 
     def enter_sum(self, x: Tensor) -> None:
         """Take `x` for the stream that the block reads: the sum of two tensors that it was given."""
-        self.is_joined, self.entered = True, x
-        self.entered_version = None if x.is_inference() else x._version
-        self._rows = Rows(x) if self._known_sites is None else None
+        self.is_joined = True
+        self._enter(x)
+
+    def forget_measured(self) -> None:
+        """Have the stream measured anew, where the block may have written over what was measured, uncounted."""
+        if self._may_write:
+            self.call.measured = None
 
     def note_sum(self, norm: nn.Module, x: Tensor, residual: Tensor) -> None:
         """Note that a norm is about to read two tensors, which it may add (in place)."""
@@ -111,11 +126,16 @@ class BlockTrace:
 
     def norm_starts(self, norm: nn.Module, x: Tensor) -> NormRead | None:
         """Note that a norm (or an activation outside the branches) is about to read `x`; None if it is at no site."""
+        if self._times:
+            self.forget_measured()
         time = self._times[norm]
         self._times[norm] += 1
         if self._known_sites is not None:
             site = self._known_sites.get((norm, time))
-            return None if site is None else NormRead(norm, self.layer, site=site)
+            if site is None:
+                return None
+            self._known_reads.append(NormRead(norm, self.layer, site=site))
+            return self._known_reads[-1]
         if x.shape[-1] != self.width:
             return None
         is_norm = norm not in self.block.activations
@@ -179,8 +199,11 @@ class BlockTrace:
 
     def finish(self, out: Tensor) -> None:
         """Find the reading under which the block adds up to `out`; name its norms, list its segments."""
+        self._note_writes()
         if self._known_sites is not None:
-            self.segments, self.lost, self.run.sites = (), self.known.lost, self._known_sites
+            self.segments, self.lost = (), dict(self.known.lost)
+            self._compare_times()
+            self.run.sites = self._known_sites
             return
         self.rows.note_rounding(out)
         last = self.rows.of(out)
@@ -203,7 +226,29 @@ class BlockTrace:
                 self._note_lost_norms(reading)
                 self.known.lost = self.lost
             self.lost |= self.known.lost
-            self.known.sites = self.sites
+            if len({norm for norm, _ in self.sites}) == len(self.sites):  # else branches that are dropped decide
+                self.known.sites, self.known.times = self.sites, self._times
+
+    def _compare_times(self) -> None:
+        """Leave out norms that ran at another number of times than when their sites were found."""
+        assert self._known_sites is not None
+        others = {read.norm for read in self._known_reads if self._times[read.norm] != self.known.times[read.norm]}
+        if not others:
+            return
+        for read in self._known_reads:
+            if read.norm in others and read.site is not None:
+                self.lost[read.site] = "the norm did not run as often as in the calls before"
+                read.site = None
+        self._known_sites = {run: site for run, site in self._known_sites.items() if run[0] not in others}
+        self.known.sites = None
+
+    def _note_writes(self) -> None:
+        """Note whether the block has written into its input: by PyTorch's count, which misses some, and by values."""
+        x, writes = self.entered, self.known.writes
+        is_counted = not x.is_inference() and x._version != self._version
+        is_seen = self._rows is not None and not self._rows.unchanged(x, self._rows.first)
+        self.wrote_into_input = is_counted or is_seen
+        writes[x.is_inference()] = self.wrote_into_input or writes.get(x.is_inference(), False)
 
     def _find_reading(self, last: Tensor | None) -> Reading | None:
         if last is None:
@@ -261,6 +306,14 @@ class BlockTrace:
         if placed and placed.issuperset(self.block.norms):
             return
         placed |= {read.norm for read in self._reads if read.is_second or self._is_of_a_branch(read)}
+        # One that makes what a norm reads of the stream, such as a token shift, is none.
+        streams = [self.rows.first, *(segment.after_rows for segment in reading.segments)]
+        read_by_norms = [event.rows for event in self._reads if event.norm in placed]
+        placed |= {
+            read.norm
+            for read in self._reads
+            if self._is_among(read.rows, streams) and self._is_among(read.out_rows, read_by_norms)
+        }
         names = {part: name for name, part in self.block.module.named_modules()}
         did_all_run = {run.branch for run in self.runs} >= set(self.block.branches)
         elsewhere = "reads neither the stream nor what a branch returned"
@@ -271,6 +324,9 @@ class BlockTrace:
         if not placed and not self.lost and self._times:
             kinds = dict.fromkeys(run.kind for run in self.runs if run.kind != "other")
             self.lost |= dict.fromkeys((f"{kind}_norm_in" for kind in kinds), f"every norm inside {elsewhere}")
+
+    def _is_among(self, rows: Tensor | None, others: Sequence[Tensor | None]) -> bool:
+        return any(self.rows.same(rows, other) for other in others)
 
     def _is_of_a_branch(self, read: NormRead) -> bool:
         """True if a norm read what a branch has returned, and nothing else."""
@@ -322,11 +378,6 @@ class BlockTrace:
                 return not any(True for _ in event.branch.module.children())
             x = event.x
         return False
-
-    @property
-    def wrote_into_input(self) -> bool:
-        """True if the block has written into its input: then no update of it can be measured."""
-        return self.entered_version is not None and self.entered._version != self.entered_version
 
     def release(self) -> None:
         """Let go of every activation: what was measured keeps the norms' reads, for their sites."""

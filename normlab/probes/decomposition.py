@@ -212,9 +212,17 @@ class _Search:
         if not waiting and state.start is not None and not state.pending:
             waiting = (state.start,)
         if waiting:
-            sites, waiting = (*sites, (waiting[0], f"{run.kind}_norm_in")), waiting[1:]
+            sites, waiting = (*sites, (self.norm_after(waiting[0], run), f"{run.kind}_norm_in")), waiting[1:]
         run = replace(run, continues=bool(state.pending) and self.continues(state, run))
         return replace(state, pending=(*state.pending, run), sites=sites, waiting=waiting, start=None)
+
+    def norm_after(self, first: NormRead, run: BranchRun) -> NormRead:
+        """The norm between what has read the stream and a branch, if that is no norm by its name: a token shift."""
+        if _is_named_norm(first) or run.read is None or first.out_rows is None or self.same(run.read, first.out_rows):
+            return first
+        norms = (event for event in self.events if isinstance(event, NormRead) and _is_named_norm(event))
+        between = (n for n in norms if self.same(n.rows, first.out_rows) and self.same(run.read, n.out_rows))
+        return next(between, first)
 
     def continues(self, state: Reading, run: BranchRun) -> bool:
         """True if a branch reads neither the stream nor a norm of it."""
@@ -255,6 +263,10 @@ class _Search:
         segment = Segment(state.stream, state.rows, after, rows, tuple(runs), made)
         stream = state.stream if after is None else after
         return replace(state, stream=stream, rows=rows, pending=(), normed=(), segments=(*state.segments, segment))
+
+
+def _is_named_norm(read: NormRead) -> bool:
+    return getattr(read.norm, "probe_role", None) == "norm" or "norm" in type(read.norm).__name__.lower()
 
 
 def _chain(pending: Sequence[BranchRun], part: int, parts: Sequence[int]) -> list[int]:

@@ -262,14 +262,15 @@ class Runner:
         return token_masks(given, tokens, self.device, [mask], cached=False)[0].reshape(tokens)
 
     def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:
-        by_attention = are_turned(self.sites.blocks[0].module)
-        if by_attention is not None:
-            return by_attention
+        by_attention = bool(are_turned(self.sites.blocks[0].module))  # which may read it turned
         given = (self._known(batch).get(name) for name in ("input_ids", "decoder_input_ids", "input"))
         texts = [ids for ids in given if isinstance(ids, Tensor) and ids.shape[:2] in (x.shape[:2], x.shape[1::-1])]
-        if not texts or any(ids.shape[:2] == x.shape[:2] != x.shape[1::-1] for ids in texts):
+        if not texts:
+            return by_attention
+        if any(ids.shape[:2] == x.shape[:2] != x.shape[1::-1] for ids in texts):
             return False
-        return x.shape[0] != x.shape[1] or bool(is_turned(texts[0], x))
+        told = is_turned(texts[0], x) if x.shape[0] == x.shape[1] else True
+        return by_attention if told is None else told
 
 
 def listed(batches: Iterable[Batch]) -> list[Batch]:
@@ -325,12 +326,16 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
     """Run the model; `look(layer, h)` sees h_0 .. h_L.
 
     Raises:
-        NormlabError: several residual streams.
+        NormlabError: several residual streams, or blocks that run on some of the tokens.
     """
+    entered: list[torch.Size] = []
     first: list[Tensor] = []  # h_0 and h_1, of a pass that may be begun again
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         before, after = runner.stream.through(args, kwargs, output)
+        if layer == 1:
+            entered[:] = [before.shape]
+        require_same_tokens(entered[0], after)
         if layer == 1:
             first[:] = before, after.clone() if runner.stream.settles else after
             if runner.stream.settles:
@@ -346,6 +351,15 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
 
     see_blocks(runner.stream, partial(runner.run, batch, needs_logits=False), hook)
     tell()
+
+
+def require_same_tokens(shape: torch.Size, h: Tensor) -> None:
+    """Refuse a stream `h` of other tokens than one of this shape."""
+    if h.shape[:-1] != shape[:-1]:
+        one, other = (" x ".join(map(str, of[:-1])) for of in (shape, h.shape))
+        raise NormlabError(
+            f"a block passes on {other} tokens and another one reads {one}: this compares the same tokens at all layers"
+        )
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -557,6 +571,7 @@ def skip_future_effect(
 
         def compare(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             before, after = runner.stream.through(args, kwargs, output)
+            require_same_tokens(kept.states[0].shape, after)
             change = (after - before).float() - updates[layer]
             relative = torch.linalg.vector_norm(change, dim=-1) / torch.linalg.vector_norm(updates[layer], dim=-1)
             values.append(torch.where(counted, relative, 0).sum(1))

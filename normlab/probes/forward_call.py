@@ -7,7 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -526,6 +526,7 @@ class Call:
         # The latest tensor with a gradient hook, its version, and where it is read.
         self.hooked: tuple[Tensor, int, list[Place | NormRead]] | None = None
         self.watched: set[Any] = set()  # where gradient hooks were set
+        self.views: list[tuple[Tensor, int, list[Any]]] = []  # as `hooked`, of the block that runs
         self.waits = False  # a checkpoint will hand over tensors whose gradients are wanted
         self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why
@@ -620,6 +621,11 @@ class Call:
         is_encoder = self.inputs.has_decoder and not self.crosses
         return 0 if is_encoder or not self.inputs.is_text else self.inputs.past
 
+    @property
+    def _is_cached(self) -> bool:
+        """True if the caller gives a cache, which may still be empty."""
+        return any(name in self.inputs.arguments for name in _CACHES)
+
     def _tokens(self) -> Tensor | None:
         """The caller's tensor of this stack's tokens; a mask has their shape."""
         names = _DECODER_TOKENS if self._is_decoder else _TOKENS
@@ -648,14 +654,15 @@ class Call:
         return [(x.shape[0], x.shape[1]) for x in whole]
 
     def find_rows(self, x: Tensor, is_turned_by_attention: bool | None) -> None:
-        """Find out whether the first block, which reads `x`, holds (length, batch): by its attention, or by its tokens.
+        """Find out whether the first block, which reads `x`, holds (length, batch): by its tokens, or by its attention.
 
-        The tokens tell it by their values, where there are as many rows as tokens in a row.
+        The tokens tell it by their values, where there are as many rows as tokens in a row. A block may turn what its
+        attention reads.
         """
-        self._turned = is_turned_by_attention
-        tokens = self._tokens()
-        if self._turned is None and tokens is not None and x.ndim == 3 and x.shape[:2] == tokens.shape[:2]:
-            self._turned = is_turned(tokens, x) if x.shape[0] == x.shape[1] else False
+        self._turned, tokens = is_turned_by_attention, self._tokens()
+        if tokens is not None and x.ndim == 3 and x.shape[:2] == tokens.shape[:2]:
+            told = is_turned(tokens, x) if x.shape[0] == x.shape[1] else False
+            self._turned = self._turned if told is None else told
 
     def layout(self, tokens: Sequence[int]) -> Layout:
         """Find the layout of an activation's tokens. Raises `NormlabError` if the model adds positions to them."""
@@ -684,7 +691,8 @@ class Call:
                 "them cannot be told: pad to that length with an attention_mask, or record the inner model, which is "
                 "given all of them"
             )
-        return by_shape
+        selects = by_shape.rows[0] == batch and count < length and not self._is_cached
+        return replace(by_shape, has_first=not selects)
 
     def _starts(self, rows: tuple[int, int], device: torch.device) -> Tensor | None:
         """(rows, tokens per row) bool: the tokens at position 0, by the caller's positions; None without them."""
@@ -711,9 +719,8 @@ class Call:
 
     def _row_masks(self, device: torch.device, layout: Layout, names: Sequence[str]) -> Tensor:
         """(names, rows, tokens per row): `token_masks` of a layout."""
-        cached = any(name in self.inputs.arguments for name in _CACHES)  # it may still be empty
         mask, starts = self._mask(layout.rows), self._starts(layout.rows, device)
-        masks = token_masks(mask, layout.rows, device, names, cached, self.past, starts)
+        masks = token_masks(mask, layout.rows, device, names, self._is_cached, self.past, starts)
         masks = masks.view(len(names), *layout.rows)
         if not layout.is_told and not bool(masks[0].all()):
             raise NormlabError(
@@ -734,6 +741,8 @@ class Call:
                 "whether the blocks hold (batch, length) or (length, batch) cannot be told: give the tokens or a mask "
                 "by name, in batches with another number of rows than of tokens"
             )
+        if not layout.has_first:
+            return f"blocks run on {layout.rows[1]} tokens of a longer row, and do not tell whether on its first"
         if starts is None and not self.inputs.knows_past:
             return "the cache does not say how many tokens it holds: give it __len__, or call with position_ids"
         return ""
@@ -827,5 +836,5 @@ class Call:
     def close(self) -> None:
         """Let go of every activation."""
         self.running = self.last = self.measured = self.hooked = self.out = self.node = None
-        self.final = []
+        self.final, self.views = [], []
         self.go_on()

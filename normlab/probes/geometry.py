@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Z95, Batch, Runner, row_means, see_layers, table_of, token_kl
+from normlab.probes.experiments import (
+    Z95,
+    Batch,
+    Runner,
+    require_same_tokens,
+    row_means,
+    see_layers,
+    table_of,
+    token_kl,
+)
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import require_one_stream
 from normlab.probes.passes import require_rows, see_blocks
@@ -124,7 +133,8 @@ def jacobian_identity(
         arguments as for `skip_sensitivity`.
 
     Raises:
-        NormlabError: probes < 1, called under inference_mode, or as for `angular_distance`.
+        NormlabError: probes < 1, called under inference_mode, a block that writes in place over what its gradient
+            needs, or as for `angular_distance`.
     """
     if probes < 1:
         raise NormlabError(f"probes is {probes}: one random vector or more is needed")
@@ -150,7 +160,7 @@ def jacobian_identity(
                 _require_same(after, out.detach())
                 for _ in range(probes):
                     v = torch.randn(x.shape, generator=generator).to(x) * counted[..., None]
-                    (pulled,) = torch.autograd.grad(out, leaf, v, retain_graph=True)
+                    pulled = _pulled_back(out, leaf, v)
                     gaps[layer].append(float((pulled.float() - v.float()).square().sum()))
 
         see_blocks(stream, partial(runner.run, batch, needs_logits=False), probe)
@@ -168,6 +178,18 @@ def _again(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         return block(*args, **kwargs)
     except Exception as error:
         raise NormlabError(f"a block fails {FILLS_A_CACHE}") from error
+
+
+def _pulled_back(out: Tensor, leaf: Tensor, v: Tensor) -> Tensor:
+    """The vector-Jacobian product of `v`."""
+    try:
+        return torch.autograd.grad(out, leaf, v, retain_graph=True)[0]
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise
+        raise NormlabError(
+            "a block writes in place over what its gradient needs, so that it has no Jacobian: have it add to a copy"
+        ) from error
 
 
 def _require_same(first: Tensor, again: Tensor) -> None:
@@ -199,6 +221,7 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
         require_rows(states[0])
         if not hasattr(runner.sites.blocks[0].module, "enter"):  # else what follows the last block takes any state
             for before, after in pairwise(states):
+                require_same_tokens(before.shape, after)
                 require_one_stream(before, after)
         counted = runner.counted(batch, states[0])
         if final.shape[:-1] != counted.shape:

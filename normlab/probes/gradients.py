@@ -123,7 +123,7 @@ class GradientHook:
 
     def __call__(self, gradient: Tensor) -> None:
         call, before = self._call, None
-        if call.loss_tokens is None:  # of a forward pass that was not whole
+        if call.loss_tokens is None or not self._places:  # of a forward pass, or a gradient, that was not whole
             return
         self.is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         arrival = Arrival(call, self._places, None, Pass.WHOLE, ref(self))

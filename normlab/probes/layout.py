@@ -228,6 +228,7 @@ class Layout:
     row: int = 0
     column: int = 1
     is_told: bool = True  # that this is the row, and not the other dimension
+    has_first: bool = True  # the tokens begin with the row's first
 
     @property
     def rows(self) -> tuple[int, int]:

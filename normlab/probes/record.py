@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from normlab.errors import NormlabError
 from normlab.probes.accumulate import Accumulator, Measurer
@@ -160,7 +161,7 @@ class Recorder:
         self._experiments = 0  # those under way when it was opened
         self._local = _Running()
         self._lock = threading.Lock()
-        self._roots: list[Tensor] = []  # where `backward` ends, of each pass in a call
+        self._roots: list[Any] = []  # where `backward` ends, of each pass in a call
         self._latest: Call | None = None
         self.known: dict[nn.Module, KnownBlock] = {}
         self.settled = unsettled()
@@ -470,9 +471,11 @@ class Recorder:
         if is_first:
             call.find_rows(x, known.is_turned)
         if is_first and self._has_gradients:
-            root = read = x
+            # `x` may be written to, and be another then; of a view autograd sees that in what it views.
+            base = x._base if x._is_view() and x._base is not None and x._base.requires_grad else x
+            root = get_gradient_edge(base) if base.requires_grad else base
             if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
-                root = x.detach().requires_grad_()
+                read, root = x, x.detach().requires_grad_()
                 x = root.clone()  # a leaf may not be written to in place, its copy may
                 changed = tuple(replaced(values, [(read, x)]) for values in (args, kwargs))
             self._roots = [*self._roots, root] if call.earlier else [root]
@@ -481,7 +484,7 @@ class Recorder:
         trace = self._local.trace = BlockTrace(call, block, run, entered, known, "branch" in self._measurer.kinds)
         if not is_first:
             self._compare_with_last(trace, x, given)
-        self._measurer.block_start(trace, x, is_first)
+        self._measurer.block_start(trace, x, self.sites.blocks[0].layer - 1 if is_first else None)
         if self._measurer.watches_attention:
             if runs_in_one_piece(module):
                 call.absent[f"attention {run.layer}"] = IN_ONE_PIECE
@@ -529,6 +532,7 @@ class Recorder:
             stream = total if is_joined else x
         out = stream_of(following.module, stream, trace.known.channels_first)
         layer = call.layer = trace.layer
+        trace.forget_measured()
         self._measurer.activation(call, ("block_out", layer), out)
         call.out, call.node = ref(x), x.grad_fn
         call.last = LastBlock(block.module, trace.run, x, beside, is_joined, [ref(value) for value in returned])
@@ -698,7 +702,7 @@ class Recorder:
                     "and run the model outside of compiled functions"
                 )
             raise NormlabError(f"nothing was recorded: {why}")
-        has_reason = GRADIENTS in self.absent or self._has_failed
+        has_reason = self._has_failed or any(place == GRADIENTS or "_grad " in place for place in self.absent)
         if self._has_gradients and "gradient" not in kinds and not has_reason:
             raise NormlabError(
                 "grad_* metrics were asked for but no backward pass ran through these blocks: call loss.backward() or "

@@ -64,7 +64,7 @@ class Rows:
         self.tokens = like.numel() // max(1, self.width)
         step = max(1, self.tokens // CHECKED)
         self._few = slice(max(0, -(-self.tokens // step) - CHECKED) * step, None, step)
-        self._seen: list[tuple[Tensor, int, Tensor]] = []  # tensors, the number of writes to each, and their rows
+        self._seen: list[tuple[Tensor, Tensor]] = []  # tensors and their rows
         self.first = self._taken(like)
         self.eps = torch.finfo(like.dtype).eps
 
@@ -86,13 +86,11 @@ class Rows:
         return self._taken(x)
 
     def _taken(self, x: Tensor) -> Tensor:
-        version = -1 if x.is_inference() else x._version
-        for seen, at, rows in self._seen:
-            if seen is x and at == version:
-                return rows
         rows = x.detach().reshape(self.tokens, self.width)[self._few].to(torch.float64, copy=True)
-        if version >= 0:
-            self._seen.append((x, version, rows))
+        for seen, kept in self._seen:  # the same object, so that `same` need not compare
+            if seen is x and torch.equal(kept, rows):  # PyTorch does not count every write in place
+                return kept
+        self._seen.append((x, rows))
         return rows
 
     def unchanged(self, x: Tensor, kept: Tensor) -> bool:

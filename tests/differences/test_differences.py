@@ -3,6 +3,7 @@
 `benchmarks/first_layer.py` does the same over all architectures; its tables are in `data/bench`.
 """
 
+import contextlib
 import copy
 import math
 import re
@@ -822,3 +823,38 @@ def test_blocks_that_neither_model_runs_are_left_out_and_what_no_hook_sees_is_re
     assert with_image.table["layer"].max() == 5
     with pytest.raises(NormlabError, match="did not run in the model's pass, or was not called as a module"):
         diff(model, other, {"input_ids": ids, "aside": True})
+
+
+class InPlace(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.attn(self.norm(x))
+        x += self.mlp(self.norm2(x))
+        return x
+
+
+class Uncounted(Block):
+    """Writes in place as a kernel does that PyTorch does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.data += self.attn(self.norm(x))
+        x.data += self.mlp(self.norm2(x))
+        return x
+
+
+@pytest.mark.parametrize("surrounding", [contextlib.nullcontext, torch.inference_mode])
+@pytest.mark.parametrize("kind", [InPlace, Uncounted])
+def test_what_blocks_write_in_place_is_kept_as_it_was(kind, surrounding, tmp_path) -> None:
+    torch.manual_seed(0)
+    model, batch, found = Reader().eval(), {"input_ids": torch.randint(3, 64, (2, 9))}, []
+    for name in ("plain", "in place"):
+        with surrounding():
+            write_arrays(model, batch, tmp_path / f"{name}.safetensors")
+        found.append(read_arrays(tmp_path / f"{name}.safetensors"))
+        for block in model.layers:
+            block.__class__ = kind
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 20
+    assert all(torch.equal(x, found[1][site]) for site, x in found[0].items())
+    other = copy.deepcopy(model)
+    other.layers[2].mlp[0].weight.data *= 1.5
+    with surrounding():
+        assert diff(model, other, batch).first == Site("mlp_out", 2)

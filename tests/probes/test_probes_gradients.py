@@ -248,3 +248,27 @@ def test_a_stream_that_is_written_in_place_has_its_own_gradient_at_every_layer()
     sizes = [tables[0]["block_in_grad", layer, "grad_l2_total", "all"] for layer in (1, 2, 3)]
     assert len(set(sizes)) == 3
     assert tables[1] == near(tables[0])
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("by_recorder", [False, True])
+def test_a_gradient_that_passes_by_a_view_written_in_place_is_left_out(is_view, by_recorder):
+    class Embedding(nn.Embedding):
+        def forward(self, tokens):
+            x = super().forward(tokens)
+            return x.view(x.shape) if is_view else x
+
+    tables, absent = [], []
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Embedding(16, 8), nn.Sequential(*(Accumulating(in_place) for _ in range(2))))
+        with record(model, ["rms", *GRADIENTS], loss_tokens=1) as recorder:
+            loss = model(torch.arange(10).view(2, 5)).square().sum()
+            recorder.backward(loss) if by_recorder else loss.backward()
+        tables.append(values(recorder.stats()))
+        absent.append(recorder.stats().manifest["absent"])
+    right, found = ({place: x for place, x in table.items() if "grad" in place[2]} for table in tables)
+    sites = ("block_in_grad", "attn_norm_in_grad", "mlp_norm_in_grad")
+    assert {place[:2] for place in right} == {(site, layer) for site in sites for layer in (1, 2)} and absent[0] == {}
+    assert found == ({} if is_view else near(right))
+    assert absent[1].keys() == {f"{site} {layer}" for site in sites for layer in (1, 2) if is_view}

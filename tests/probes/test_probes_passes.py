@@ -287,7 +287,7 @@ MODELS = {
 }
 
 
-REFUSED = {("mhc", "future"), ("mhc", "parts"), ("in place", "parts"), ("beside", "parts")}
+REFUSED = {("mhc", "future"), ("mhc", "parts"), ("beside", "parts")}
 
 
 def counting(where):
@@ -322,6 +322,13 @@ def test_passes_behind_a_kept_state_give_what_whole_passes_give(name, monkeypatc
     for kind, (values, blocks) in whole.items():
         assert found[kind][0] == pytest.approx(values, rel=1e-9, abs=1e-9), kind
         assert found[kind][1] < blocks, kind  # those before the skipped one are not computed
+
+
+def test_branches_that_are_added_in_place_are_skipped_and_have_no_jacobian():
+    found = [SKIPS["parts"](MODELS[name](), [IDS]).tolist() for name in ("plain", "in place")]
+    assert found[1] == pytest.approx(found[0]) and len(found[0]) == 2 * DEPTH
+    with pytest.raises(NormlabError, match="writes in place over what its gradient needs"):
+        jacobian_identity(MODELS["in place"](), [IDS], **QUIET)
 
 
 def test_an_encoder_runs_once_for_all_skips_in_its_decoder():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from probe_toys import WIDTH, Part, PreLN, Stack, X, assert_contributions, measured, size
+from probe_zoo import values
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
@@ -245,3 +246,73 @@ def test_a_stack_that_the_loss_does_not_depend_on_is_told_from_a_missing_backwar
         decoder(X).sum().backward()
     with pytest.raises(NormlabError, match="through these blocks.*of a loss that depends on them"):
         rec.stats()
+
+
+class Shift(nn.Module):
+    """A mean of each token and the one before it, by feature, as RWKV's. It holds a vector, as norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.linspace(0.2, 0.8, WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h.lerp(nn.functional.pad(h, (0, 0, 1, -1)), self.share)
+
+
+class Shifted(PreLN):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = Shift()
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h + self.attn(self.norm1(self.shift(h)))
+
+
+def test_the_norm_after_a_token_shift_is_the_branchs():
+    block, found, absent = read(Shifted)
+    assert found["attn_norm_in", 1, "token_l2_mean", "all"] == size(block.shift(X))
+    assert found["mlp_norm_in", 1, "token_l2_mean", "all"] == size(block.middle(X)) and absent == {}
+
+
+class OneNorm(PreLN):
+    """One norm for both branches; attention may be dropped."""
+
+    is_dropped = False
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.reads = {"attn": h}
+        self.reads["mlp"] = h = h if self.is_dropped else h + self.attn(self.norm1(h))
+        return h + self.mlp(self.norm1(h))
+
+
+@pytest.mark.parametrize(
+    ("drops", "told"),
+    [((False, True, True), {"attn": [0], "mlp": [0, 1, 2]}), ((True, False, False), {"attn": [2], "mlp": [0, 2]})],
+)
+def test_a_norm_of_two_branches_is_that_of_the_branch_that_runs(drops, told):
+    model, reads = Stack(OneNorm, OneNorm).eval(), []
+    with record(model, ["token_l2_mean"], masks=["all"]) as recorder, torch.no_grad():
+        for number, is_dropped in enumerate(drops, start=1):
+            model.layers[1].is_dropped = is_dropped
+            model(number * X)
+            reads.append(model.layers[1].reads)
+    stats = recorder.stats()
+    found = values(stats)
+    for kind, calls in told.items():
+        right = torch.stack([reads[call][kind] for call in calls])
+        assert found[f"{kind}_norm_in", 2, "token_l2_mean", "all"] == size(right), kind
+    said = [name for name in stats.manifest["absent"] if name.startswith("mlp_norm_in")]
+    assert said == (["mlp_norm_in 2"] if drops[0] else [])
+
+
+def test_what_enters_a_stack_whose_first_block_is_dropped_is_no_output_of_that():
+    model = Stack(PreLN, PreLN, PreLN)
+    with record(model, ["token_l2_mean"], masks=["all"]) as recorder, torch.no_grad():
+        right = model.layers[0](X)
+        model(X)
+        layers, model.layers = model.layers, model.layers[1:]
+        model(3 * X)
+        model.layers = layers
+    found = values(recorder.stats())
+    assert found["block_out", 1, "token_l2_mean", "all"] == size(right)
+    assert found["block_out", 0, "token_l2_mean", "all"] == size(2 * X)

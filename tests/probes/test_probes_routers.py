@@ -113,6 +113,8 @@ class Router(nn.Module):
             "cosine choice": best.values.softmax(-1),
             "indices": None,
         }
+        if self.how == "in a mask":
+            return self.scores, self.scores >= best.values[:, 1:]
         return outputs.get(self.how, self.scores), best.indices
 
 
@@ -123,7 +125,8 @@ class Mixture(nn.Module):
 
     def forward(self, x):
         _, chosen = self.router(x)
-        picked = nn.functional.one_hot(chosen, 4).sum(1).view(*x.shape[:-1], 4)
+        chosen = chosen if chosen.dtype is torch.bool else nn.functional.one_hot(chosen, 4).sum(1)
+        picked = chosen.view(*x.shape[:-1], 4)
         return sum(picked[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
 
 
@@ -170,3 +173,13 @@ def test_the_load_of_experts_that_choose_their_tokens_is_left_out(tokens):
         model(torch.randn(2, 8, 16))
     stats = rec.stats()
     assert stats.absent == ("expert_load_max",) and "that each token takes" in rec.absent["expert_load_max 1"]
+
+
+@pytest.mark.parametrize("how", ["scores", "in a mask"])
+def test_experts_that_are_taken_unseen_have_no_load_and_a_reason(how):
+    model = nn.Sequential(MixtureBlock(how), MixtureBlock(how))
+    with record(model, ["expert_load_max", "rms"], masks=["all"]) as rec, torch.no_grad():
+        model(torch.randn(2, 10, 16))
+    layers = {1, 2} if how == "scores" else set()
+    assert set(rec.stats().to_pandas().query("metric == 'expert_load_max'")["layer"]) == layers
+    assert rec.absent.keys() == {f"expert_load_max {layer}" for layer in {1, 2} - layers}

@@ -9,7 +9,7 @@ from probe_toys import WIDTH, PreLN, Stack, X, size
 from probe_zoo import near, tiny_llama, values
 from torch import nn
 
-from normlab import angular_distance, observe
+from normlab import angular_distance, logit_lens_kl, observe, skip_future_effect
 from normlab.errors import NormlabError
 from normlab.probes import record, sites
 from normlab.probes.sites import stacks
@@ -407,6 +407,57 @@ class Translator(nn.Module):
         for block in self.decoder:
             h = block(h, states)
         return h
+
+
+class TurnedInside(nn.Module):
+    """Attention over (length, batch, width) in a block of (batch, length, width)."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x):
+        x = x.transpose(0, 1)
+        return self.attention(x, x, x)[0].transpose(0, 1)
+
+
+class TurnedInsideBlock(PreLN):
+    part = TurnedInside
+
+
+def test_a_block_that_turns_what_its_attention_reads_is_not_turned():
+    model, square = Text(), IDS.repeat(2, 1)
+    model.body = Stack(TurnedInsideBlock, TurnedInsideBlock)
+    with record(model, SIZE) as rec, torch.no_grad():
+        model(square)
+    right = model.body.layers[0](model.embed(square))[:, 1:]
+    assert values(rec.stats())["block_out", 1, "token_l2_mean", "no_first"] == size(right)
+    for ids in (IDS, square):
+        assert angular_distance(model, [{"input_ids": ids}], progress=False).shape == (3, 3)
+
+
+class Selecting(Text):
+    """Mixture of depths: block 2 runs on the later tokens."""
+
+    def forward(self, input_ids):
+        first, second, third = self.body.layers
+        h = first(self.embed(input_ids))
+        self.selected = second(h[:, 2:])
+        return third(torch.cat([h[:, :2], self.selected], 1))
+
+
+def test_a_block_that_selects_tokens_does_not_tell_which_are_first():
+    model = Selecting()
+    model.body = Stack(PreLN, PreLN, PreLN)
+    with record(model, SIZE) as rec, torch.no_grad():
+        model(IDS)
+    found = values(rec.stats())
+    assert found["block_out", 2, "token_l2_mean", "all"] == size(model.selected)
+    assert {place[1] for place in found if place[0] == "block_out" and place[3] == "no_first"} == {0, 1, 3}
+    assert rec.stats().manifest["absent"].keys() == {"mask no_first"}
+    for experiment in (angular_distance, logit_lens_kl, skip_future_effect):
+        with pytest.raises(NormlabError, match="passes on 3 x 4 tokens and another one reads 3 x 6"):
+            experiment(model, [{"input_ids": IDS}], progress=False)
 
 
 def test_positions_of_a_decoder_are_of_its_own_tokens():
