@@ -17,6 +17,7 @@ it (`normlab.probes.stream_sums`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -79,6 +80,12 @@ class Segment:
     after_rows: Tensor
     runs: tuple[BranchRun, ...]
     made: Explanation
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """The kinds of the branches whose factor the rounding of the stream hides: what they add is not known."""
+        factors = zip(self.runs, self.made.factors, strict=False)
+        return tuple(run.kind for run, factor in factors if isinstance(factor, float) and math.isnan(factor))
 
 
 # -- the search ------------------------------------------------------------------------------------------------------
@@ -271,7 +278,7 @@ def _chain(pending: Sequence[BranchRun], part: int, parts: Sequence[int]) -> lis
 def additions(segment: Segment, out: Tensor, rows: Rows) -> list[tuple[BranchRun, Tensor, Tensor]] | None:
     """(branch, the stream it is added to, what it adds) of every branch in a segment, shaped as the stream.
 
-    Of branches that are added alike, the stream of each holds those before it. None if a tensor that is needed has been
+    Of branches that are added alike, the stream of each holds those before it. One that is hidden is left out. None if a tensor that is needed has been
     written to since.
     """
     made, after = segment.made, out if segment.after is None else segment.after
@@ -286,6 +293,8 @@ def additions(segment: Segment, out: Tensor, rows: Rows) -> list[tuple[BranchRun
         return [(segment.runs[0], base, after.detach().reshape(base.shape) - base)]
     result = []
     for run, factor in zip(segment.runs, made.factors, strict=True):
+        if run.kind in segment.hidden:
+            continue
         adds = torch.zeros_like(base) if isinstance(factor, float) and factor == 0 else run.kept
         if adds is None and run.rows is not None and rows.unchanged(run.out, run.rows):
             adds = run.out.detach()

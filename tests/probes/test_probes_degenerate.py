@@ -143,12 +143,15 @@ def test_the_reason_says_what_the_evidence_lacks(how, zero, x, reason):
     assert all(absent[site].endswith(reason) for site in ("attn 1", "mlp 1", "mlp_norm_in 1"))
 
 
-def test_gates_below_the_streams_rounding_are_said():
+@pytest.mark.parametrize(("gain", "lost"), [(1e-6, None), (1e-7, "attn + mlp add"), (1e-8, "attn + mlp add")])
+def test_gates_below_the_streams_rounding_are_said(gain, lost):
+    """The norms' sites are told for longer than what is added."""
     model = model_of(16, "gate")
     for layer in model.layers:
-        nn.init.constant_(layer.gain, 1e-7)
-    _, absent = measured(model, METRICS, tokens("many", 16))
-    assert absent["attn 1"] == "what attn + mlp add is lost in the rounding of the stream"
+        nn.init.constant_(layer.gain, gain)
+    found, absent = measured(model, METRICS, tokens("many", 16))
+    assert absent.get("attn 1") == (lost and f"what {lost} is lost in the rounding of the stream")
+    assert ("mlp_norm_in 1" in absent) == (gain == 1e-8) and (("attn", 1, RATIO, "all") in found) == (gain == 1e-6)
 
 
 def test_what_was_absent_in_either_recording_is_absent_in_their_merge():
@@ -176,7 +179,10 @@ def test_a_block_that_does_not_add_up_is_given_up_after_a_few_calls(monkeypatch)
 def test_a_share_that_is_the_noise_of_its_fit_is_no_share(monkeypatch, noise, dtype):
     """An exact fit is the luck of the processor."""
     before, o = torch.randn(2, 20, 12, dtype=dtype, generator=torch.Generator().manual_seed(0)).double()
-    monkeypatch.setattr(stream_sums, "_coefficients", lambda target, outputs: [1.0, noise][-len(outputs) :])
+    fitted = torch.tensor([1.0, noise], dtype=torch.float64)
+    monkeypatch.setattr(
+        stream_sums._Sum, "factors", lambda self: (fitted[-len(self.terms) :], torch.zeros(len(self.terms)))
+    )
     assert stream_sums.explain(before, before, [o], torch.finfo(dtype).eps) is None
 
 
