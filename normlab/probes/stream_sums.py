@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from itertools import combinations
 
 import torch
@@ -36,9 +36,11 @@ TOLD = 0.02  # relative error up to which a factor is known
 ROUNDED = 0.1  # the rounding of an element, as a share of what it may be off by
 STEPS = 20  # of the fit of a rounded sum
 SPARE = 4  # equations that differ, beyond the unknowns, that a fitted sum must hold in
+SAMPLE = 1024  # elements that tell a dtype
 ENOUGH = 64  # equations compared, to see whether they differ
 LIKE = 1e-4  # relative distance below which two rows say the same
-CLEAR = 8  # standard errors that a fitted factor must be
+CLEAR = 8  # standard errors that a fitted factor must be, and roundings that what it adds is clear of
+FAR = 100  # mean square, in units of what it may be off by, of what another sum leaves
 NOISE = 1e-9  # relative error of a fit in float64, whose normal equations have a condition of up to 1e6
 
 
@@ -125,7 +127,7 @@ class Rows:
         fine = torch.finfo(torch.float32).eps
         if min(self.eps * size, apart) <= fine * size:
             return True
-        # Of two tensors in half precision, one may have been rounded once more; a small branch moves small elements more.
+        # In half precision one may have been rounded once more. A small branch moves small elements further.
         further = (a - b).abs() - _noise([a, b], self.eps) / 2
         return size_of(further.clamp(min=0)) <= fine * size
 
@@ -143,7 +145,7 @@ def all_finite(*tensors: Tensor) -> bool:
 def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps: float) -> Explanation | None:
     """Find how `after` comes from `before` and `outputs`, or None.
 
-    The sum of all is tried first, then those of fewer, then each alone, the latest first. Outputs that are zero are part
+    The sum of all is tried first, then sums of fewer, then each alone, the latest first. Outputs that are zero are part
     of any sum.
 
     Args:
@@ -182,9 +184,12 @@ def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps
 
 
 def _grid(x: Tensor, eps: float) -> torch.dtype:
-    """The coarsest dtype, of no more than `eps`, that holds these values."""
+    """The coarsest dtype, of no more than `eps`, that holds a sample of these values."""
+    if eps <= torch.finfo(torch.float32).eps:
+        return torch.float32 if eps == torch.finfo(torch.float32).eps else torch.float64
+    few = x.flatten()[:: x.numel() // SAMPLE | 1]  # an odd step: no feature is always missed
     dtypes = (dtype for dtype in GRIDS if torch.finfo(dtype).eps <= eps)
-    return next((dtype for dtype in dtypes if torch.equal(x.to(dtype).double(), x)), torch.float64)
+    return next((dtype for dtype in dtypes if torch.equal(few.to(dtype).double(), few)), torch.float64)
 
 
 def _allowed(terms: Sequence[Tensor], eps: float) -> float:
@@ -226,8 +231,7 @@ class _Sum:
 
     Args:
         after, base, terms: rows x width each; no term is zero.
-        noise: what each element may be off by.
-        grid: what `after` was rounded to.
+        eps: relative rounding.
 
     Attributes:
         base_last: the terms are added to each other, then to the base.
@@ -235,14 +239,36 @@ class _Sum:
 
     base_last = False
 
-    def __init__(self, after: Tensor, base: Tensor, terms: Sequence[Tensor], noise: Tensor, grid: torch.dtype):
-        self.after, self.base, self.terms, self.noise, self.grid = after, base, terms, noise, grid
-        self._matrix = torch.stack([(x / noise).flatten() for x in terms])
+    def __init__(self, after: Tensor, base: Tensor, terms: Sequence[Tensor], eps: float):
+        self.after, self.base, self.terms, self.eps = after, base, terms, eps
+        self.grid = _grid(after, eps)
+
+    @cached_property
+    def noise(self) -> Tensor:
+        return _noise([self.after, self.base, *self.terms], self.eps)
+
+    @cached_property
+    def _matrix(self) -> Tensor:
+        return torch.stack([(x / self.noise).flatten() for x in self.terms])
+
+    @cached_property
+    def _normal(self) -> tuple[Tensor, Tensor]:
+        """The normal equations' matrix with a diagonal of 1, and what scales it so."""
         gram = self._matrix @ self._matrix.T
         scale = gram.diagonal().rsqrt()
-        normal = gram * scale[:, None] * scale
-        self.is_determined = _is_determined(len(terms), after - base, *terms) and float(torch.linalg.cond(normal)) < 1e6
-        self._inverse = torch.linalg.pinv(normal) * scale[:, None] * scale
+        return gram * scale[:, None] * scale, scale
+
+    @cached_property
+    def is_determined(self) -> bool:
+        """True if there are equations enough, and terms that differ enough, to tell the factors."""
+        if not _is_determined(len(self.terms), self.after - self.base, *self.terms):
+            return False
+        return float(torch.linalg.cond(self._normal[0])) < 1e6
+
+    @cached_property
+    def _inverse(self) -> Tensor:
+        normal, scale = self._normal
+        return torch.linalg.inv(normal) * scale[:, None] * scale
 
     def rounded(self, factors: Tensor) -> Tensor:
         """The sum with these factors, every step of it rounded."""
@@ -254,44 +280,53 @@ class _Sum:
     def _round(self, x: Tensor) -> Tensor:
         return x.to(self.grid).double()
 
-    def correction(self, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """What these factors are off by, from what the rounded sum leaves of `after`, and its standard errors.
+    def left(self, factors: Tensor) -> Tensor:
+        """What the rounded sum leaves of every element, in units of what that may be off by."""
+        return ((self.after - self.rounded(factors)) / self.noise).flatten()
 
-        The errors are those that leaving out each element gives, as few may tell nearly all; and no less than those
-        that the rounding of all gives.
+    def correction(self, left: Tensor) -> Tensor:
+        """What factors are off by that leave this."""
+        return self._inverse @ (self._matrix @ left)
+
+    def errors(self, left: Tensor) -> Tensor:
+        """The standard errors of factors that leave this.
+
+        They are those that leaving out each element gives, as few may tell nearly all; and no less than those that the
+        rounding of all gives.
         """
-        left = ((self.after - self.rounded(factors)) / self.noise).flatten()
-        found = self._inverse @ (self._matrix @ left)
+        found = self.correction(left)
         share = self._inverse @ self._matrix  # of every element in each factor
         apart = (left - found @ self._matrix) / (1 - (share * self._matrix).sum(0)).clamp(min=1e-9)
         errors = torch.linalg.vector_norm(share * apart, dim=1)
-        return found, torch.maximum(errors, ROUNDED * self._inverse.diagonal().sqrt())
+        return torch.maximum(errors, ROUNDED * self._inverse.diagonal().sqrt())
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """The factors, and their standard errors."""
-        factors = torch.zeros(len(self.terms), dtype=torch.float64, device=self.after.device)
+    def fit(self) -> tuple[Tensor, Tensor]:
+        """The factors, and what they leave. Those of another sum are not pursued."""
+        factors = self.correction(((self.after - self.base) / self.noise).flatten())
         for _ in range(STEPS):
-            step, errors = self.correction(factors)
-            factors = factors + step
-            if bool((step.abs() <= 1e-4 * factors.abs()).all()):
+            left = self.left(factors)
+            step = self.correction(left)
+            if float(left.square().mean()) > FAR or bool((step.abs() <= 1e-4 * factors.abs()).all()):
                 break
-        return factors, errors
+            factors = factors + step
+        return factors, left
 
-    def holds(self, factors: Tensor) -> bool:
-        """True if `after` is the sum up to what every element may be off by."""
-        return float(((self.after - self.rounded(factors)) / self.noise).square().mean()) <= 1
+    def are_clear(self, factors: Tensor) -> list[bool]:
+        """Whether each term is that large that no other factor can be taken for its own."""
+        least = CLEAR * torch.finfo(self.grid).eps * size_of(self.after)
+        return [abs(c) * size_of(x) > least for c, x in zip(factors.tolist(), self.terms, strict=True)]
 
-    def told(self, factors: Tensor, errors: Tensor, share: float) -> tuple[float, ...]:
-        """The factors, NaN for one that is not known to a `share`: more or less of its term does not do clearly worse."""
-
-        def left(factors: Tensor) -> Tensor:
-            return (self.after - self.rounded(factors)).abs()
-
-        result = []
-        for c, error, change in zip(factors.tolist(), errors.tolist(), torch.diag(share * factors), strict=True):
-            worse = min(int((left(factors + d) - left(factors)).sign().sum()) for d in (change, -change))
-            result.append(c if worse >= SPARE and error <= share * abs(c) else math.nan)
-        return tuple(result)
+    def told(self, factors: Tensor, left: Tensor, share: float) -> tuple[float, ...]:
+        """The factors, NaN for one that is not known to a `share`: more or less of its term does no worse."""
+        changes = torch.diag(share * factors)
+        is_known = [True] * len(changes)
+        if self.is_determined:
+            is_known = (self.errors(left) <= share * factors.abs()).tolist()
+        for i, is_clear in enumerate(self.are_clear(factors)):
+            if is_known[i] and not is_clear:
+                others = (self.left(factors + sign * changes[i]).abs() - left.abs() for sign in (1, -1))
+                is_known[i] = all(int(worse.sign().sum()) >= SPARE for worse in others)
+        return tuple(c if known else math.nan for c, known in zip(factors.tolist(), is_known, strict=True))
 
 
 def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
@@ -300,15 +335,14 @@ def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) ->
     left, allowed = reduce(torch.sub, working, after - before), _allowed([before, after, *working], eps)
     if size_of(left) <= allowed and (not working or size_of(left) <= 1e-4 * size_of(after - before)):
         return Explanation("added", (), (1.0,) * len(outputs))
-    noise, grid = _noise([before, after, *working], eps), _grid(after, eps)
     if working:
-        added = _Sum(after, before, working, noise, grid)
-        for factors_of in (_ones, _fitted_factors):
+        added = _Sum(after, before, working, eps)
+        for factors_of in (_ones, _fitted_factors) if size_of(left) <= allowed else (_fitted_factors,):
             for added.base_last in (False, True)[: len(working)]:
                 factors = factors_of(added)
                 if factors is not None:
                     return Explanation("added", (), factors)
-    factors = _fitted_factors(_Sum(after, torch.zeros_like(before), [before, *working], noise, grid))
+    factors = _fitted_factors(_Sum(after, torch.zeros_like(before), [before, *working], eps))
     if factors is not None and abs(factors[0]) * size_of(before) > 1e-3 * size_of(after):
         return Explanation("scaled", (), factors[1:] or (1.0,), factors[0])
     return None
@@ -317,13 +351,15 @@ def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) ->
 def _ones(added: _Sum) -> tuple[float, ...] | None:
     """Factors of 1, NaN if rounding hides what one is; None if others do better."""
     ones = torch.ones(len(added.terms), dtype=torch.float64, device=added.after.device)
-    if not added.holds(ones):
+    if all(added.are_clear(ones)) and torch.equal(added.rounded(ones), added.after):
+        return (1.0,) * len(ones)
+    left = added.left(ones)
+    if float(left.square().mean()) > 1:
         return None
-    off, errors = added.correction(ones)
-    if added.is_determined and not bool((off.abs() <= 4 * errors + 1e-3).all()):
+    if added.is_determined and not bool((added.correction(left).abs() <= 4 * added.errors(left) + 1e-3).all()):
         return None
     least = torch.finfo(torch.float32).eps * size_of(added.after)  # below it a branch is next to nothing in any case
-    told = added.told(ones, errors if added.is_determined else 0 * errors, 0.25)
+    told = added.told(ones, left, 0.25)
     return tuple(1.0 if size_of(o) <= least else c for o, c in zip(added.terms, told, strict=True))
 
 
@@ -334,10 +370,11 @@ def _fitted_factors(made: _Sum) -> tuple[float, ...] | None:
     """
     if not made.is_determined:
         return None
-    factors, errors = made.factors()
+    factors, left = made.fit()
     sizes = [abs(c) * size_of(x) for c, x in zip(factors.tolist(), made.terms, strict=True)]
-    is_real = bool((factors.abs() > CLEAR * errors).all()) and min(sizes) > NOISE * size_of(made.after)
-    return made.told(factors, errors, TOLD) if is_real and made.holds(factors) else None
+    if float(left.square().mean()) > 1 or min(sizes) <= NOISE * size_of(made.after):
+        return None
+    return made.told(factors, left, TOLD) if bool((factors.abs() > CLEAR * made.errors(left)).all()) else None
 
 
 def _contained(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
@@ -354,20 +391,29 @@ def contains(after: Tensor, before: Tensor) -> bool:
 
 def is_rearranged(before: Tensor, after: Tensor, output: Tensor, eps: float) -> bool:
     """True if every row of `after - before` is among the rows of `output` (..., width), in any order."""
-    if output.shape[-1] != before.shape[-1]:
+    change, allowed, rows, sizes = _row_by_row(before, after, output, eps)
+    if not bool((change.norm(dim=1) > allowed).any()):
         return False
-    kept = before.isfinite().all(1) & after.isfinite().all(1)
-    before, after, change = before[kept], after[kept], (after - before)[kept]
-    rows = output.detach().reshape(-1, output.shape[-1])
-    sizes = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
-    allowed = reduce(torch.add, (torch.finfo(_grid(x, eps)).eps * x.norm(dim=1) for x in (before, after, change)))
-    if not bool((change.norm(dim=1) > 4 * allowed).any()):  # lost in rounding, if all rows are that small
-        return bool(len(allowed)) and bool((sizes <= allowed.max()).all())
-    for row, slack in zip(change, allowed, strict=True):
+    for row, slack in zip(change, allowed / 2, strict=True):
         near = rows[(sizes - row.norm()).abs() <= slack].double()
         if not len(near) or float((near - row).norm(dim=1).min()) > float(slack):
             return False
     return True
+
+
+def is_lost(before: Tensor, after: Tensor, output: Tensor, eps: float) -> bool:
+    """True if no row of `output` (..., width) is above the rounding of the stream, which has not changed further."""
+    change, allowed, _, sizes = _row_by_row(before, after, output, eps)
+    return len(change) > 0 and bool((change.norm(dim=1) <= allowed).all()) and bool((sizes <= allowed.max()).all())
+
+
+def _row_by_row(before: Tensor, after: Tensor, output: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The finite rows of the change, and what each may be off by; those of the output, and their sizes."""
+    kept = before.isfinite().all(1) & after.isfinite().all(1) & (output.shape[-1] == before.shape[-1])
+    before, after, change = before[kept], after[kept], (after - before)[kept]
+    allowed = reduce(torch.add, (torch.finfo(_grid(x, eps)).eps * x.norm(dim=1) for x in (before, after, change)))
+    rows = output.detach().reshape(-1, output.shape[-1])
+    return change, allowed, rows, torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
 
 
 def _fitted(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float, dim: int) -> Explanation | None:
