@@ -305,11 +305,13 @@ class _Sum:
         factors = self.correction(((self.after - self.base) / self.noise).flatten())
         for _ in range(STEPS):
             left = self.left(factors)
-            step = self.correction(left)
-            if float(left.square().mean()) > FAR or bool((step.abs() <= 1e-4 * factors.abs()).all()):
+            if float(left.square().mean()) > FAR:
                 break
-            factors = factors + step
-        return factors, left
+            step = self.correction(left)
+            factors = factors + step  # the last one too: equations in float64 are not solved to its rounding
+            if bool((step.abs() <= 1e-4 * factors.abs()).all()):
+                break
+        return factors, self.left(factors)
 
     def are_clear(self, factors: Tensor) -> list[bool]:
         """Whether each term is that large that no other factor can be taken for its own."""
