@@ -345,7 +345,7 @@ class Measurer:
         with torch.no_grad(), without_autocast(out.device):
             update = self._branches(trace, h, out) if "branch" in self.kinds else None
             values = statistics.block_statistics(h, out, update)
-            if "branch" in self.kinds and trace.segments is not None:
+            if "branch" in self.kinds and trace.segments is not None and not trace.hidden:
                 call.stage("branch", place, values[:2], h.shape)
             if "change" in self.kinds:
                 call.stage("change", place, values[2:], h.shape)
@@ -358,6 +358,9 @@ class Measurer:
         if trace.segments is None:
             call.absent |= {f"{branch.kind} {layer}": trace.why for branch in trace.block.branches}
             return None
+        if trace.hidden:
+            reason = f"what {' + '.join(trace.hidden)} add is lost in the rounding of the stream"
+            call.absent |= {f"{kind} {layer}": reason for kind in ("block", *trace.hidden)}
         added: dict[str, Tensor] = {}
         streams: dict[str, Tensor] = {}
         for segment in trace.segments:
@@ -379,12 +382,14 @@ class Measurer:
                 values = statistics.branch_statistics(streams[kind], adds)
                 call.stage("branch", (kind, layer), values, h.shape)
         for run in trace.runs:
-            if run.kind not in added and run.kind != "other":
+            if run.kind not in added and run.kind not in {*trace.hidden, "other"}:
                 call.absent[f"{run.kind} {layer}"] = trace.reason_without_part(run)
         follow = all(after.before is segment.after for segment, after in pairwise(trace.segments))
         scale = math.prod(segment.made.carry for segment in trace.segments) if follow else 1.0  # else a norm is between
         if scale != 1.0:  # the stream itself is scaled: what is added is the rest
             return at_least_float32(out) / scale - at_least_float32(h)
+        if trace.hidden:
+            return None
         first, *others = added.values()
         return sum(others, first)
 

@@ -356,6 +356,11 @@ class BlockTrace:
         self.known.failures.append(why)
         return why
 
+    @property
+    def hidden(self) -> list[str]:
+        """The kinds of branches that are part of the reading, but add what the rounding of the stream hides."""
+        return list(dict.fromkeys(kind for segment in self.segments or () for kind in segment.hidden))
+
     def reason_without_part(self, run: BranchRun) -> str:
         """The reason that a branch which has run is no part of the reading."""
         parts = [part.branch for segment in self.segments or () for part in segment.runs]

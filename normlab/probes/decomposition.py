@@ -17,6 +17,7 @@ it (`normlab.probes.stream_sums`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from normlab.probes.layout import same_tensor
 from normlab.probes.sites import Branch
-from normlab.probes.stream_sums import Explanation, Rows, contains, explain, is_rearranged
+from normlab.probes.stream_sums import Explanation, Rows, contains, explain, is_lost, is_rearranged
 
 NormRun = tuple[nn.Module, int]  # a norm, and how often it had run in the block before
 MOST_STEPS = 2000  # readings tried before a block is given up
@@ -79,6 +80,12 @@ class Segment:
     after_rows: Tensor
     runs: tuple[BranchRun, ...]
     made: Explanation
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """The kinds of the branches whose factor the rounding of the stream hides: what they add is not known."""
+        factors = zip(self.runs, self.made.factors, strict=False)
+        return tuple(run.kind for run, factor in factors if isinstance(factor, float) and math.isnan(factor))
 
 
 # -- the search ------------------------------------------------------------------------------------------------------
@@ -243,6 +250,8 @@ class _Search:
             made = explain(state.rows, rows, [run.rows for run in pending], self.eps)
         if made is None and is_rearranged(state.rows, rows, pending[-1].out, self.eps):
             made = Explanation("rearranged", (len(pending) - 1,))
+        elif made is None and is_lost(state.rows, rows, pending[-1].out, self.eps):
+            made = Explanation("rearranged", (len(pending) - 1,), (math.nan,))
         return None if made is None else self.segment(state, after, rows, made)
 
     def segment(self, state: Reading, after: Tensor | None, rows: Tensor, made: Explanation) -> Reading | None:
@@ -283,8 +292,8 @@ def _chain(pending: Sequence[BranchRun], part: int, parts: Sequence[int]) -> lis
 def additions(segment: Segment, out: Tensor, rows: Rows) -> list[tuple[BranchRun, Tensor, Tensor]] | None:
     """(branch, the stream it is added to, what it adds) of every branch in a segment, shaped as the stream.
 
-    Of branches that are added alike, the stream of each holds those before it. None if a tensor that is needed has been
-    written to since.
+    Of branches that are added alike, the stream of each holds those before it. One that is hidden is left out. None
+    if a tensor that is needed has been written to since.
     """
     made, after = segment.made, out if segment.after is None else segment.after
     if not rows.unchanged(segment.before, segment.before_rows):
@@ -293,11 +302,15 @@ def additions(segment: Segment, out: Tensor, rows: Rows) -> list[tuple[BranchRun
     if made.carry != 1.0:
         base = base * made.carry
     if made.form in DIFFERENCES:
+        if segment.hidden:
+            return []
         if segment.after is not None and not rows.unchanged(after, segment.after_rows):
             return None
         return [(segment.runs[0], base, after.detach().reshape(base.shape) - base)]
     result = []
     for run, factor in zip(segment.runs, made.factors, strict=True):
+        if run.kind in segment.hidden:
+            continue
         adds = torch.zeros_like(base) if isinstance(factor, float) and factor == 0 else run.kept
         if adds is None and run.rows is not None and rows.unchanged(run.out, run.rows):
             adds = run.out.detach()

@@ -143,12 +143,15 @@ def test_the_reason_says_what_the_evidence_lacks(how, zero, x, reason):
     assert all(absent[site].endswith(reason) for site in ("attn 1", "mlp 1", "mlp_norm_in 1"))
 
 
-def test_gates_below_the_streams_rounding_are_said():
+@pytest.mark.parametrize(("gain", "lost"), [(1e-6, None), (1e-7, "attn + mlp add"), (1e-8, "attn + mlp add")])
+def test_gates_below_the_streams_rounding_are_said(gain, lost):
+    """The norms' sites are told for longer than what is added."""
     model = model_of(16, "gate")
     for layer in model.layers:
-        nn.init.constant_(layer.gain, 1e-7)
-    _, absent = measured(model, METRICS, tokens("many", 16))
-    assert absent["attn 1"] == "what attn + mlp add is lost in the rounding of the stream"
+        nn.init.constant_(layer.gain, gain)
+    found, absent = measured(model, METRICS, tokens("many", 16))
+    assert absent.get("attn 1") == (lost and f"what {lost} is lost in the rounding of the stream")
+    assert ("mlp_norm_in 1" in absent) == (gain == 1e-8) and (("attn", 1, RATIO, "all") in found) == (gain == 1e-6)
 
 
 def test_what_was_absent_in_either_recording_is_absent_in_their_merge():
@@ -171,12 +174,49 @@ def test_a_block_that_does_not_add_up_is_given_up_after_a_few_calls(monkeypatch)
     assert rec.stats().manifest["absent"]["attn 1"] == DOES_NOT_ADD_UP
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("size", "factors", "carry"),
+    [
+        (0.02, (0.22,), 1.0),  # Granite: rounding is a tenth to a half of what is added
+        (0.02, (1.0,), 1.0),
+        (0.02, (1.0, 1.0), 1.0),  # Phi, Falcon, GPT-J
+        (0.03, (0.22, 0.5), 1.0),
+        (0.05, (0.5,), 1.5),  # DeepNorm
+        (0.3, (0.0, 1.0), 1.0),
+    ],
+)
+def test_factors_are_told_from_sums_that_half_precision_has_rounded(dtype, size, factors, carry):
+    generator = torch.Generator().manual_seed(2)
+    before = torch.randn(32, 32, generator=generator).to(dtype)
+    outputs = [(size * torch.randn(32, 32, generator=generator)).to(dtype) for _ in factors]
+    after = sum((factor * o for factor, o in zip(factors, outputs, strict=True)), carry * before)
+    found = stream_sums.explain(before.double(), after.double(), [o.double() for o in outputs], torch.finfo(dtype).eps)
+    assert found is not None and found.form == ("added" if carry == 1 else "scaled")
+    assert dict(zip(found.parts, found.factors, strict=True)) == pytest.approx(
+        {i: factor for i, factor in enumerate(factors) if factor}, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.22])
+def test_a_factor_that_half_precision_hides_is_unknown_and_its_norm_is_not(factor):
+    """No element of the stream is small, so that what is added is below half a step of each."""
+    model = model_of(16, "gate").bfloat16()
+    nn.init.constant_(model.layers[0].gain, factor)
+    nn.init.normal_(model.layers[0].attn.out.weight, std=1e-4)
+    found, absent = measured(model, METRICS, tokens("many", 16).sign().bfloat16() * 1.25)
+    reason = "what attn add is lost in the rounding of the stream"
+    assert absent == {"block 1": reason, "attn 1": reason} and ("mlp", 1, RATIO, "all") in found
+    assert ("attn_norm_in", 1, SIZE, "all") in found and ("mlp_norm_in", 1, SIZE, "all") in found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("noise", [0.0, 1e-17, -1e-12])
 def test_a_share_that_is_the_noise_of_its_fit_is_no_share(monkeypatch, noise, dtype):
     """An exact fit is the luck of the processor."""
     before, o = torch.randn(2, 20, 12, dtype=dtype, generator=torch.Generator().manual_seed(0)).double()
-    monkeypatch.setattr(stream_sums, "_coefficients", lambda target, outputs: [1.0, noise][-len(outputs) :])
+    fitted = torch.tensor([1.0, noise], dtype=torch.float64)
+    monkeypatch.setattr(stream_sums._Sum, "fit", lambda self: (fitted[-len(self.terms) :], torch.zeros(before.numel())))
     assert stream_sums.explain(before, before, [o], torch.finfo(dtype).eps) is None
 
 

@@ -314,7 +314,7 @@ def test_a_branch_that_stochastic_depth_drops_is_said_to_be_dropped():
 
 
 def test_a_dropped_branch_is_told_beside_features_that_are_zero():
-    before, out = torch.randn(2, 8, WIDTH)
+    before, out = torch.randn(2, 8, WIDTH).double()
     before[:, 0] = out[:, 0] = 0
     kept = torch.arange(8) % 2 == 0
     found = explain(before, before + torch.where(kept[:, None], 2 * out, 0), [out], torch.finfo().eps)
