@@ -325,7 +325,7 @@ class Measurer:
         self._leave_out_parts(trace.call)
         if "load" in self.kinds and trace.has_router and not trace.has_experts:
             reason = "no module of the mixture is given or returns the experts that were taken, as whole numbers"
-            trace.call.absent[f"expert_load_max {trace.layer}"] = reason
+            trace.call.absent.setdefault(f"expert_load_max {trace.layer}", reason)
         if not {"branch", "change", "spectrum"} & self.kinds:
             return
         modules: dict[Place, dict[nn.Module, str]] = defaultdict(dict)
