@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from normlab.errors import NormlabError
 from normlab.probes.accumulate import Accumulator, Measurer
