@@ -355,7 +355,7 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
     """The table's numbers as text, one row per scheme. Columns without a value are left out.
 
     A star is at each scheme's best rate, a + where that is an edge of those that were tried. A loss in parentheses is
-    of a scheme that has not learned at its best rate.
+    of a scheme that has not learned with every seed at its best rate.
     """
     columns = {"scheme": table["title"]}
     for rate in _rates(table):
@@ -396,7 +396,7 @@ def remarks(table: pd.DataFrame) -> list[str]:
         ("No interval, and so no rank", table["low"].isna() & (table["scheme"] != BASELINE), ""),
         ("The best rate is at the edge of those tried", table["at_edge"], best),
         ("Tried at one rate alone", rates == 1, ""),
-        ("Not learned, above a trigram model at the best rate", ~table["learned"].astype(bool), ""),
+        ("Not learned with every seed at the best rate, so above a trigram model", ~table["learned"].astype(bool), ""),
         (
             "In another precision than most, which moves a loss by up to 0.04",
             table["dtype"].map(counts) < counts.max(),
