@@ -182,7 +182,8 @@ def test_what_must_be_said_of_a_table_is_said(runs, table):
     said = " ".join(league.remarks(table))
     assert said.startswith("8 blocks; losses are held-out, in nats per token, of 1 to 4 seeds; growth and deep cost at")
     assert "No interval, and so no rank: DyT." in said and "at the edge of those tried: DyT (0.008)." in said
-    assert "Not learned with every seed at the best rate, so above a trigram model: DyT." in said and "alone" not in said
+    assert "Not learned with every seed at the best rate, so above a trigram model: DyT." in said
+    assert "alone" not in said
     alone = league.standings(runs[runs["lr"] == 4e-3], load_published(), league.step_times().iloc[:0])
     assert "Tried at one rate alone: Pre-LN; LNS; DyT." in league.remarks(alone)
     odd = " ".join(league.remarks(table.assign(dtype=["bfloat16", "bfloat16", "float32"])))
