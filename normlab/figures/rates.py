@@ -79,7 +79,7 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
                                mode="text", textfont=dict(color=style.color, size=12), showlegend=False,
                                hoverinfo="skip")  # fmt: skip
         elif inside.notna().any():
-            text = f"{style.title} (best {inside.min():.3f})"
+            text = f"{style.title} (lowest {inside.min():.3f})"
             ends.append(EndLabel(float(inside.dropna().iloc[-1]), text, style.color))
     if math.isfinite(trigram):
         figure.add_hline(y=trigram, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"))

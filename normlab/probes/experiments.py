@@ -1,9 +1,8 @@
 """Experiments on a model: run it over batches, and measure what it loses when a part is skipped.
 
 Skipping a block is a forward hook that returns the block's input, or zero where the model adds the residual itself,
-x + block(x). That equals deleting it, but every other layer keeps
-its index (LNS's scales stay). Skipping attention or the MLP adds zero in its place, after the branch's output norm
-where there is one.
+x + block(x). That equals deleting it, but every other layer keeps its index (LNS's scales stay). Skipping attention or
+the MLP adds zero in its place, after the branch's output norm where there is one.
 """
 
 from __future__ import annotations
