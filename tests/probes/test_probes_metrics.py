@@ -144,7 +144,9 @@ def test_attention_scores_in_chunks_equal_those_in_one_piece(monkeypatch):
     whole = [reduce(statistics.score_chunks(query, key, key, m, is_causal=m is None)) for m in (None, mask)]
     monkeypatch.setattr(statistics, "SCORE_CHUNK", 100)
     for m, expected in zip((None, mask), whole, strict=True):
-        assert torch.allclose(reduce(statistics.score_chunks(query, key, key, m, is_causal=m is None)), expected)
+        found = reduce(statistics.score_chunks(query, key, key, m, is_causal=m is None))
+        # A score near 0 is a sum of products near 1, and what is left depends on their order.
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("carried", ["uniform", "causal", "exact"])
