@@ -20,7 +20,7 @@ from normlab.probes.block_trace import BlockTrace
 from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
 from normlab.probes.forward_call import Call, Place, Staged
-from normlab.probes.gradients import Arrivals, GradientHook
+from normlab.probes.gradients import Arrivals, GradientHook, edge_of, source_of
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32, without_autocast
 
@@ -241,7 +241,9 @@ class Measurer:
         """Have the gradient at `x` reduced when it arrives; `repeated`: by a checkpoint, in the backward pass."""
         if "gradient" not in self.kinds or call is None:
             return
-        if not x.requires_grad:
+        # Of a view that is made without gradients PyTorch says that it requires them, if what it views does.
+        is_apart = not torch.is_grad_enabled() and x._is_view() and x.grad_fn is None
+        if not x.requires_grad or is_apart:
             if not torch.is_grad_enabled() and call.running is not None:  # as in a checkpoint
                 call.waits = True
                 call.running.reads.append(ref(x))
@@ -257,14 +259,16 @@ class Measurer:
                 return
         call.watched.add(where)
         places: list[Place | NormRead] = [where]
-        if repeated is None:  # else nobody would let go of the tensor
-            if call.hooked is not None and call.hooked[0] is x and call.hooked[1] == x._version:
-                call.hooked[2].append(where)
+        edge = edge_of(x) if norm is None else source_of(x, call.hooked)
+        if repeated is None:  # else nobody would let go of the graph
+            if edge in call.hooked:
+                call.hooked[edge].append(where)
                 return
-            call.hooked = (x, x._version, places)  # a write in place makes it another tensor to autograd
-
-        x.register_hook(GradientHook(self._arrivals, call, places, channels_first, norm))
-        if x._is_view():
+            if norm is None:
+                call.hooked.clear()
+            call.hooked[edge] = places
+        GradientHook(self._arrivals, call, places, x.shape, channels_first, norm).watch(edge, x)
+        if x._is_view() and edge == edge_of(x):
             call.views.append((x, x._version, places))
 
     def _leave_out_parts(self, call: Call) -> None:

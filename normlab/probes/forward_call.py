@@ -480,6 +480,11 @@ class LastBlock:
         """True if `x` is what the block returned beside `out`, of another shape."""
         return x.shape != self.out.shape and any(other() is x for other in self.others)
 
+    def is_read_by(self, x: Tensor) -> bool:
+        """True if a norm that reads `x` reads `out`, or a copy in another precision."""
+        is_like = x.numel() == self.out.numel() and x.shape[-1] == self.out.shape[-1]
+        return same_tensor(x, self.out) or (is_like and self.is_passed_on(x.reshape(self.out.shape)))
+
     def is_passed_on(self, x: Tensor) -> bool:
         """True if `x` holds the same values, or has another shape, as between stages."""
         if x.shape != self.out.shape:
@@ -523,10 +528,10 @@ class Call:
         self.last: LastBlock | None = None
         self.final: list[NormRead] = []  # norms that read a block's output after it; the last block's counts
         self.measured: tuple[Tensor, int, Tensor] | None = None  # the latest activation, its version, its statistics
-        # The latest tensor with a gradient hook, its version, and where it is read.
-        self.hooked: tuple[Tensor, int, list[Place | NormRead]] | None = None
+        # Where gradient hooks are, of the block that runs, by nodes of the graph; and where the tensors are read.
+        self.hooked: dict[tuple[Any, int], list[Place | NormRead]] = {}
         self.watched: set[Any] = set()  # where gradient hooks were set
-        self.views: list[tuple[Tensor, int, list[Any]]] = []  # as `hooked`, of the block that runs
+        self.views: list[tuple[Tensor, int, list[Any]]] = []  # views with a gradient hook, their versions, their places
         self.waits = False  # a checkpoint will hand over tensors whose gradients are wanted
         self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why
@@ -835,6 +840,6 @@ class Call:
 
     def close(self) -> None:
         """Let go of every activation."""
-        self.running = self.last = self.measured = self.hooked = self.out = self.node = None
-        self.final, self.views = [], []
+        self.running = self.last = self.measured = self.out = self.node = None
+        self.final, self.views, self.hooked = [], [], {}
         self.go_on()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
@@ -107,6 +108,30 @@ class Arrivals:
         return [arrival for arrival in taken if arrival.counts]
 
 
+Edge = tuple[Any, int]  # a node of autograd's graph, and which of its outputs
+
+# Nodes that return the values they are given, in the same order: casts, copies, views.
+_SAME_VALUES = {"ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze"}
+
+
+def edge_of(x: Tensor) -> Edge:
+    """Where the gradient of `x` arrives."""
+    edge = get_gradient_edge(x)
+    return edge.node, edge.output_nr
+
+
+def source_of(x: Tensor, known: Container[Edge]) -> Edge:
+    """Where the gradient arrives of what `x` is a copy or a view of, as in `norm(x.float())`; of `x` if it is none.
+
+    The model goes on from that, so the gradient at the copy is of one path alone. Nothing is looked for behind what is
+    `known`.
+    """
+    edge = edge_of(x)
+    while edge not in known and edge[0].name().partition("Backward")[0] in _SAME_VALUES:
+        edge = edge[0].next_functions[0]
+    return edge
+
+
 class GradientHook:
     """Takes the norms of the gradient at a tensor. It lives as long as the graph, and so does the sum that it keeps.
 
@@ -116,21 +141,33 @@ class GradientHook:
 
     is_retained = False
 
-    def __init__(self, arrivals: Arrivals, call: Call, places: Sequence[Place | NormRead], *layout: Any) -> None:
-        self._arrivals, self._call, self._places, self._layout = arrivals, call, places, layout
+    def __init__(
+        self, arrivals: Arrivals, call: Call, places: Sequence[Place | NormRead], shape: torch.Size, *layout: Any
+    ) -> None:
+        self._arrivals, self._call, self._places, self._shape, self._layout = arrivals, call, places, shape, layout
         self._sum: Tensor | None = None  # of whole passes, which have retained the graph
         self._arrival: Arrival | None = None  # with its norms
 
-    def __call__(self, gradient: Tensor) -> None:
+    def watch(self, edge: Edge, x: Tensor) -> None:
+        """Take the gradient at an edge of the graph: that of `x`, or of what `x` is a copy of."""
+        node, output = edge
+        if edge == edge_of(x):
+            x.register_hook(self)
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            leaf.register_hook(self)
+        else:
+            node.register_prehook(lambda arrived: self(arrived[output]))
+
+    def __call__(self, gradient: Tensor | None) -> None:
         call, before = self._call, None
-        if call.loss_tokens is None or not self._places:  # of a forward pass, or a gradient, that was not whole
+        if gradient is None or call.loss_tokens is None or not self._places:  # a pass, or a gradient, was not whole
             return
         self.is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         arrival = Arrival(call, self._places, None, Pass.WHOLE, ref(self))
         try:
             arrival.of = _pass_of(call, self.is_retained)
             with torch.no_grad(), without_autocast(gradient.device):
-                vectors = features_last(gradient, *self._layout)
+                vectors = features_last(gradient.reshape(self._shape), *self._layout)
                 if arrival.of is Pass.WHOLE:
                     before = self._arrival
                     if self._sum is not None:

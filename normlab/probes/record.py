@@ -34,7 +34,6 @@ from normlab.probes.layout import (
     output_tensor,
     outputs_of,
     replaced,
-    same_tensor,
     stream_of,
 )
 from normlab.probes.metrics import MASKS, Metric, resolve_metrics
@@ -654,9 +653,9 @@ class Recorder:
             residual = next((value for value in others(x, (*args, *kwargs.values())) if value is last.beside), None)
             if residual is not None:  # it adds them itself, so that no tensor of the model is their sum
                 x = view = (x + residual).detach()
-            is_read = self._settle_pair(last, view, call) or same_tensor(x, last.out)
+            is_read = self._settle_pair(last, view, call) or last.is_read_by(x)
         else:
-            is_read = joins_streams or same_tensor(x, last.out) or self._settle_other(last, x, view, call)
+            is_read = joins_streams or last.is_read_by(x) or self._settle_other(last, x, view, call)
         self._checkpoints.mark(x, call, last.run)
         if is_read:
             read = NormRead(norm, call.layer, site="final_norm_in")

@@ -272,3 +272,62 @@ def test_a_gradient_that_passes_by_a_view_written_in_place_is_left_out(is_view, 
     assert {place[:2] for place in right} == {(site, layer) for site in sites for layer in (1, 2)} and absent[0] == {}
     assert found == ({} if is_view else near(right))
     assert absent[1].keys() == {f"{site} {layer}" for site in sites for layer in (1, 2) if is_view}
+
+
+# What a block's norms read: the stream, or the same values in another tensor.
+COPIES = {
+    "cast": lambda x: x.double(),
+    "copy": lambda x: x.clone(),
+    "rows": lambda x: x.view(-1, 8),
+    "rows of a cast": lambda x: x.double().reshape(-1, 8),
+    "cast of rows": lambda x: x.flatten(0, 1).double(),
+}
+
+
+class Copying(nn.Module):
+    def __init__(self, copy):
+        super().__init__()
+        self.copy = copy
+        self.norm1, self.attn = nn.RMSNorm(8, dtype=torch.float64), nn.Linear(8, 8)
+        self.norm2, self.mlp = nn.RMSNorm(8, dtype=torch.float64), nn.Linear(8, 8)
+
+    def forward(self, x):
+        for norm, part in ((self.norm1, self.attn), (self.norm2, self.mlp)):
+            norm.to(self.copy(x).dtype)
+            x = x + part(norm(self.copy(x)).to(x.dtype).view(x.shape))
+        return x
+
+
+class CopyingModel(nn.Module):
+    def __init__(self, copy, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers = nn.Embedding(16, 8), nn.ModuleList(Copying(copy) for _ in range(2))
+        self.norm, self.copy, self.reentrant = nn.RMSNorm(8, dtype=torch.float64), copy, reentrant
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.layers:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.norm.to(self.copy(x).dtype)(self.copy(x))
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("how", ["backward", "by the recorder", "frozen", "checkpointed", "checkpointed, reentrant"])
+def test_the_gradient_at_a_norm_is_the_streams_where_it_reads_a_copy(name, how):
+    tables = []
+    for copy in (lambda x: x, COPIES[name]):
+        model = CopyingModel(copy, {"checkpointed": False, "checkpointed, reentrant": True}.get(how))
+        if how == "frozen":
+            model.requires_grad_(False)
+        with record(model, ["token_l2_mean", *GRADIENTS], loss_tokens=1) as rec:
+            loss = model(torch.arange(10).view(2, 5)).sin().sum()
+            loss.backward() if "checkpointed" in how or how == "backward" else rec.backward(loss)
+        tables.append(values(rec.stats()))
+        assert rec.stats().manifest["absent"] == {}
+    right, found = tables
+    assert {(site, layer) for site, layer, *_ in right if site.endswith("norm_in_grad")} == {
+        *((f"{part}_norm_in_grad", layer) for part in ("attn", "mlp") for layer in (1, 2)),
+        ("final_norm_in_grad", 2),
+    }
+    assert found == near(right)
