@@ -290,8 +290,6 @@ def row_layout(tokens: Sequence[int], rows: tuple[int, int], is_turned: bool | N
     ones fit.
     """
     tokens, count = tuple(tokens), len(tokens)
-    if count == 1:
-        return Layout(rows) if tokens[0] == rows[0] * rows[1] else None
     if count > 2 and tokens[:2] == rows == tokens[-2:]:
         raise NormlabError(
             f"the activations hold {' x '.join(map(str, tokens))} tokens, so rows and streams cannot be told apart: "
@@ -303,7 +301,10 @@ def row_layout(tokens: Sequence[int], rows: tuple[int, int], is_turned: bool | N
         return Layout(tokens)
     if tokens[-2:] == rows:
         return Layout(tokens, count - 2, count - 1)
-    return Layout(tokens, 1, 0) if tokens == rows[::-1] else None
+    if tokens == rows[::-1]:
+        return Layout(tokens, 1, 0)
+    in_one_row = max(tokens) == math.prod(tokens) == math.prod(rows)  # or as many rows of one token
+    return Layout(rows) if in_one_row else None
 
 
 def letting_through(mask: Tensor) -> Tensor:

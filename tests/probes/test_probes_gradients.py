@@ -280,7 +280,7 @@ COPIES = {
     "copy": lambda x: x.clone(),
     "rows": lambda x: x.view(-1, 8),
     "rows of a cast": lambda x: x.double().reshape(-1, 8),
-    "cast of rows": lambda x: x.flatten(0, 1).double(),
+    "cast of rows": lambda x: x.flatten(0, 1).double()[None],
 }
 
 
