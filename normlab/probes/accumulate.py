@@ -20,7 +20,7 @@ from normlab.probes.block_trace import BlockTrace
 from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
 from normlab.probes.forward_call import Call, Place, Staged
-from normlab.probes.gradients import Arrivals, GradientHook, edge_of, source_of
+from normlab.probes.gradients import Arrivals, GradientHook, edge_of, is_beside, source_of
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32, without_autocast
 
@@ -259,7 +259,7 @@ class Measurer:
                 return
         call.watched.add(where)
         places: list[Place | NormRead] = [where]
-        edge = edge_of(x) if norm is None else source_of(x, call.hooked)
+        edge, arranged = (edge_of(x), ()) if norm is None else source_of(x, call.hooked)
         if repeated is None:  # else nobody would let go of the graph
             if edge in call.hooked:
                 call.hooked[edge].append(where)
@@ -267,19 +267,26 @@ class Measurer:
             if norm is None:
                 call.hooked.clear()
             call.hooked[edge] = places
-        GradientHook(self._arrivals, call, places, x.shape, channels_first, norm).watch(edge, x)
+        GradientHook(self._arrivals, call, places, arranged, channels_first, norm).watch(edge, x)
         if x._is_view() and edge == edge_of(x):
             call.views.append((x, x._version, places))
 
     def _leave_out_parts(self, call: Call) -> None:
-        """Leave out gradients at views that the block has written to: autograd sees the write in what they view."""
-        views, call.views = call.views, []
-        for x, version, places in views:
-            if x._version != version:
-                found = (_place(where, is_gradient=True) for where in places)
-                reason = "the block writes in place into a view, and part of the gradient passes that by"
-                call.absent |= {f"{place[0]} {place[1]}": reason for place in found if place is not None}
-                places.clear()
+        """Leave out gradients that part of the stream's passes by.
+
+        So it is at views that the block has written to: autograd sees the write in what they view.
+        """
+        written = "the block writes in place into a view, and part of the gradient passes that by"
+        parts = [(places, written) for x, version, places in call.views if x._version != version]
+        copied = "the norm reads a copy of the stream, and the gradient is not seen where the model goes on"
+        starts = [node for (node, _), places in call.hooked.items() if not isinstance(places[0], NormRead)]
+        reads = [(edge, places) for edge, places in call.hooked.items() if isinstance(places[0], NormRead)]
+        parts += [(places, copied) for edge, places in reads if is_beside(edge, starts, call.node)]
+        for places, reason in parts:
+            found = (_place(where, is_gradient=True) for where in places)
+            call.absent |= {f"{place[0]} {place[1]}": reason for place in found if place is not None}
+            places.clear()
+        call.views = []
 
     def take_gradients(self, with_open: bool) -> dict[Call, list[Staged]]:
         """The gradients that have arrived since the last time, by call; `with_open`: those that may grow, too."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import methodcaller
 from typing import Any
 from weakref import ref
 
@@ -110,8 +111,13 @@ class Arrivals:
 
 Edge = tuple[Any, int]  # a node of autograd's graph, and which of its outputs
 
-# Nodes that return the values they are given, in the same order: casts, copies, views.
+# Nodes that return the values they are given, in the same order or in another: casts, copies, views, permutations.
 _SAME_VALUES = {"ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze"}
+_PERMUTATIONS: dict[str, Callable[[Any], Sequence[int]]] = {
+    "T": lambda node: (1, 0),
+    "Transpose": lambda node: (node._saved_dim0, node._saved_dim1),
+    "Permute": lambda node: node._saved_dims,
+}
 
 
 def edge_of(x: Tensor) -> Edge:
@@ -120,16 +126,50 @@ def edge_of(x: Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-def source_of(x: Tensor, known: Container[Edge]) -> Edge:
+def source_of(x: Tensor, known: Container[Edge]) -> tuple[Edge, list[Callable[[Tensor], Tensor]]]:
     """Where the gradient arrives of what `x` is a copy or a view of, as in `norm(x.float())`; of `x` if it is none.
 
     The model goes on from that, so the gradient at the copy is of one path alone. Nothing is looked for behind what is
-    `known`.
+    `known`. The functions, in this order, arrange the values of the source as they are in `x`.
     """
-    edge = edge_of(x)
-    while edge not in known and edge[0].name().partition("Backward")[0] in _SAME_VALUES:
-        edge = edge[0].next_functions[0]
-    return edge
+    edge, arranged = edge_of(x), list[Callable[[Tensor], Tensor]]()
+    while edge not in known:
+        node = edge[0]
+        name = node.name().partition("Backward")[0]
+        if name not in _SAME_VALUES and name not in _PERMUTATIONS:
+            break
+        if name in _PERMUTATIONS:
+            dims = [dim - 2**64 if dim >= 2**63 else dim for dim in _PERMUTATIONS[name](node)]
+            arranged.append(methodcaller("transpose" if len(dims) == 2 else "permute", *dims))
+        else:
+            arranged.append(methodcaller("reshape", node._input_metadata[0].shape))
+        edge = node.next_functions[0]
+    return edge, arranged[::-1]
+
+
+def is_beside(edge: Edge, starts: Container[Any], end: Any) -> bool:
+    """True if a way between nodes passes by an edge, and leads through what that is made of.
+
+    A norm that reads it reads a copy of the stream of its own, made in a way that `source_of` does not know.
+    """
+    node, made_of = edge[0], set()
+    while (node := _made_of(node)) is not None:
+        made_of.add(node)
+    seen, ahead = {edge[0]}, [end] if made_of and end is not None else []
+    while ahead:
+        node = ahead.pop()
+        if node in made_of:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [] if node in starts else [before for before, _ in node.next_functions]
+    return False
+
+
+def _made_of(node: Any) -> Any:
+    """The one node that a node reads; None if it reads several."""
+    before = {one for one, _ in node.next_functions if one is not None}
+    return before.pop() if len(before) == 1 else None
 
 
 class GradientHook:
@@ -142,9 +182,15 @@ class GradientHook:
     is_retained = False
 
     def __init__(
-        self, arrivals: Arrivals, call: Call, places: Sequence[Place | NormRead], shape: torch.Size, *layout: Any
+        self,
+        arrivals: Arrivals,
+        call: Call,
+        places: Sequence[Place | NormRead],
+        arranged: Sequence[Callable[[Tensor], Tensor]],
+        *layout: Any,
     ) -> None:
-        self._arrivals, self._call, self._places, self._shape, self._layout = arrivals, call, places, shape, layout
+        self._arrivals, self._call, self._places = arrivals, call, places
+        self._arranged, self._layout = arranged, layout
         self._sum: Tensor | None = None  # of whole passes, which have retained the graph
         self._arrival: Arrival | None = None  # with its norms
 
@@ -167,7 +213,9 @@ class GradientHook:
         try:
             arrival.of = _pass_of(call, self.is_retained)
             with torch.no_grad(), without_autocast(gradient.device):
-                vectors = features_last(gradient.reshape(self._shape), *self._layout)
+                for arrange in self._arranged:
+                    gradient = arrange(gradient)
+                vectors = features_last(gradient, *self._layout)
                 if arrival.of is Pass.WHOLE:
                     before = self._arrival
                     if self._sum is not None:

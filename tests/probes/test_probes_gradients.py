@@ -281,6 +281,13 @@ COPIES = {
     "rows": lambda x: x.view(-1, 8),
     "rows of a cast": lambda x: x.double().reshape(-1, 8),
     "cast of rows": lambda x: x.flatten(0, 1).double()[None],
+    "turned twice": lambda x: x.permute(1, 2, 0).mT.transpose(0, -2).contiguous(),
+}
+# Copies that autograd's nodes do not tell from a change.
+OTHERS = {
+    "product": lambda x: x * torch.ones(2, 5, 1),
+    "clamped": lambda x: x.clamp(-100, 100),
+    "parts": lambda x: torch.cat(x.chunk(2)),
 }
 
 
@@ -331,3 +338,16 @@ def test_the_gradient_at_a_norm_is_the_streams_where_it_reads_a_copy(name, how):
         ("final_norm_in_grad", 2),
     }
     assert found == near(right)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_gradient_that_passes_by_a_copy_of_the_norms_own_is_left_out(name):
+    tables = []
+    for copy in (lambda x: x, OTHERS[name]):
+        with record(CopyingModel(copy, None), ["token_l2_mean", *GRADIENTS], loss_tokens=1) as rec:
+            rec.backward(rec.sites.model(torch.arange(10).view(2, 5)).sin().sum())
+        tables.append(values(rec.stats()))
+    right, found = tables
+    lost = {f"{part}_norm_in_grad {layer}" for part in ("attn", "mlp") for layer in (1, 2)}
+    assert rec.stats().manifest["absent"].keys() == lost
+    assert found == near({place: x for place, x in right.items() if f"{place[0]} {place[1]}" not in lost})
