@@ -59,7 +59,8 @@ class Block:
 
     Args:
         index: counted from 1.
-        layer: its place in the whole model, from 1: by the numbers in the blocks' names, where they are consecutive.
+        layer: its place in the whole model, from 1: of some blocks, as in a stage of a pipeline, by the numbers in their
+            names, where they are consecutive.
         name, module: the block.
         attention, mlp: the modules whose output is added to the residual stream, as far as structure tells.
         norms: the norms at the branches' sides.
@@ -181,7 +182,7 @@ def _sites(
     """The sites of the chosen blocks; `branches`, by kind, and `norms` are those that the caller named."""
     names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
     blocks = []
-    first = _first_number([names[module] for module in chosen])
+    first = _blocks_before(model, [names[module] for module in chosen])
     for index, module in enumerate(chosen, start=1):
         named = {kind: _inside(module, names, name) for kind, name in branches.items() if name}
         own = None if norms is None else [_inside(module, names, name) for name in norms]
@@ -205,19 +206,24 @@ def _norms_outside(module: nn.Module, blocks: set[nn.Module], above: str = "") -
             yield from _norms_outside(child, blocks, f"{above}{name}.")
 
 
-def _first_number(names: list[str]) -> int:
-    """The number of the first block by its name: a stage of a pipeline does not begin with 0.
+def _blocks_before(model: nn.Module, names: list[str]) -> int:
+    """How many blocks stand before the first: by the number in its name, which in a stage of a pipeline is not 0.
 
-    0 where the names do not differ in one number that counts on.
+    What stands there and is no block does not count. 0 where the names do not differ in one number that counts on, and
+    where the blocks of a model that embeds its own tokens are numbered from 1.
     """
     parts = [name.split(".") for name in names]
-    for place in range(len(parts[0])):
-        number = parts[0][place]
-        begin = int(number) if number.isdecimal() else -1
-        if begin >= 0 and all(
+    for place, number in enumerate(parts[0]):
+        begin = int(number) if number.isdecimal() else 0
+        if begin and all(
             part == [*parts[0][:place], str(begin + i), *parts[0][place + 1 :]] for i, part in enumerate(parts)
         ):
-            return begin
+            container = model.get_submodule(".".join(parts[0][:place]))
+            beside = dict(container.named_children())
+            if not isinstance(container, nn.Sequential):
+                embeds = any(isinstance(module, nn.Embedding) for module in model.modules())
+                return begin - ("0" not in beside and "1" in beside and embeds)
+            return sum(type(beside.get(str(i), beside[number])) is type(beside[number]) for i in range(begin))
     return 0
 
 

@@ -264,6 +264,22 @@ def stages(*parts):
     return whole, [Titan({str(i): blocks[i] for i in part}) for part in parts]
 
 
+def first_layer(model, blocks=None):
+    with record(model if blocks is None else sites(model, blocks), ["token_l2_mean"]) as rec, torch.no_grad():
+        model(torch.arange(10).view(2, 5))
+    return rec.stats().to_pandas()["layer"].min()
+
+
+def test_layers_count_from_1_where_the_first_blocks_name_has_a_number_for_another_reason():
+    blocks = Stack(*(PreLN,) * 3).layers
+    from_1 = Titan({str(i): block for i, block in enumerate(blocks, start=1)})
+    assert first_layer(nn.Sequential(nn.Embedding(10, WIDTH), from_1)) == 0
+    flat = nn.Sequential(nn.Embedding(10, WIDTH), nn.Dropout(0.0), *blocks)
+    assert first_layer(flat, [*blocks]) == 0
+    assert first_layer(flat, [*blocks[1:]]) == 1  # after the first
+    assert first_layer(nn.Sequential(nn.Embedding(10, WIDTH), from_1), [*blocks[1:]]) == 1
+
+
 @pytest.mark.parametrize("parts", [((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((0,), (1,), (2,), (3,)), ((2, 3), (0, 1))])
 def test_the_stages_of_a_pipeline_merge_into_the_recording_of_the_whole(parts):
     whole, held = stages(*parts)
