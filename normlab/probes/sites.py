@@ -28,7 +28,7 @@ _KINDS = (  # in the order in which a name is compared with them
         "mixer",
         re.compile(
             r"mamba|ssm|conv|recurrent|rwkv|time_?mix|mixer|fourier|delta|retention|lstm|hyena|linear_?att|lightning|"
-            r"pooling|focal|modulation"
+            r"pooling|focal|(?<!ln_)modulation"
         ),
     ),
     ("attn", re.compile(r"attn|attention")),
@@ -59,8 +59,8 @@ class Block:
 
     Args:
         index: counted from 1.
-        layer: its place in the whole model, from 1: of some blocks, as in a stage of a pipeline, by the numbers in their
-            names, where they are consecutive.
+        layer: its place in the whole model, from 1: of some blocks, as in a stage of a pipeline, by the numbers in
+            their names, where they are consecutive.
         name, module: the block.
         attention, mlp: the modules whose output is added to the residual stream, as far as structure tells.
         norms: the norms at the branches' sides.

@@ -238,6 +238,26 @@ def test_a_table_of_positions_is_no_matrix():
 
     assert {branch.kind for branch in sites(Stack(WithTable, WithTable)).blocks[0].branches} == {"attn", "mlp"}
 
+class Modulated(PreLN):
+    """A block of DiT: norms whose outputs are scaled and shifted, and gates, by what is conditioned on."""
+
+    def __init__(self):
+        super().__init__()
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 6 * WIDTH))
+
+    def forward(self, h):
+        gates = self.adaLN_modulation(torch.linspace(-1, 1, WIDTH)[None])[:, None].chunk(6, dim=-1)
+        for norm, part, (scale, shift, gate) in ((self.norm1, self.attn, gates[:3]), (self.norm2, self.mlp, gates[3:])):
+            h = h + gate * part(norm(h) * (1 + scale) + shift)
+        return h
+
+
+def test_a_modulation_of_the_norms_is_no_branch():
+    found, absent = table(Stack(Modulated))
+    assert absent == {} and {site for site, *_, metric, _ in found if metric == "relative_contribution"} == {
+        "attn", "mlp", "block",
+    }  # fmt: skip
+
 
 # -- dicts and stages --------------------------------------------------------------------------------------------------
 
