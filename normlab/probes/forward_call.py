@@ -462,16 +462,19 @@ class LastBlock:
 
     block: nn.Module
     run: Run
+    entered: Tensor
     out: Tensor
     beside: Tensor | None  # another tensor of its shape
     is_joined: bool  # the stream was taken for the sum of both, and measured so
     others: Sequence[ref[Tensor]] = ()  # what else it returned
     version: int | None = None  # of `out`
+    entered_version: int | None = None
     rows: Rows | None = None  # of `out`, which may be written to, and `beside_rows`; None without a second tensor
     beside_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.version = None if self.out.is_inference() else self.out._version
+        self.entered_version = None if self.entered.is_inference() else self.entered._version
         if self.beside is not None:
             self.rows = Rows(self.out)
             self.beside_rows = self.rows.of(self.beside)
@@ -479,6 +482,21 @@ class LastBlock:
     def returned_too(self, x: Tensor) -> bool:
         """True if `x` is what the block returned beside `out`, of another shape."""
         return x.shape != self.out.shape and any(other() is x for other in self.others)
+
+    def is_update_of(self, x: Tensor) -> bool:
+        """True if `x` holds the sum of what the block read and returned; it may be the former, written to since."""
+        if not x.shape == self.out.shape == self.entered.shape or self._is_written:
+            return False
+        if same_tensor(x, self.entered):
+            return self.entered_version is not None and self.entered._version != self.entered_version
+        rows = Rows(self.out)
+        rows.note_rounding(x)
+        entered = rows.of(self.entered.to(self.out.device))
+        return entered is not None and rows.same(rows.of(x.to(self.out.device)), rows.first + entered)
+
+    @property
+    def _is_written(self) -> bool:
+        return self.version is not None and self.out._version != self.version
 
     def is_read_by(self, x: Tensor) -> bool:
         """True if a norm that reads `x` reads `out`, or a copy in another precision."""
@@ -489,13 +507,12 @@ class LastBlock:
         """True if `x` holds the same values, or has another shape, as between stages."""
         if x.shape != self.out.shape:
             return True
-        is_written = self.version is not None and self.out._version != self.version
         if same_tensor(x, self.out):
-            return not is_written
+            return not self._is_written
         rows = Rows(self.out)
         rows.note_rounding(x)
         is_known = bool(rows.first.isfinite().all(1).any())
-        return not is_written and (not is_known or rows.same(rows.first, rows.of(x.to(self.out.device))))
+        return not self._is_written and (not is_known or rows.same(rows.first, rows.of(x.to(self.out.device))))
 
 
 class Staged(NamedTuple):
@@ -526,6 +543,7 @@ class Call:
         self.entered: list[Entered] = []  # modules on the way to the blocks, since then
         self.looked_up: list[Tensor] = []  # tokens whose vectors were, since then
         self.last: LastBlock | None = None
+        self.is_added_to = False  # the model adds what a block returns to what it read
         self.final: list[NormRead] = []  # norms that read a block's output after it; the last block's counts
         self.measured: tuple[Tensor, int, Tensor] | None = None  # the latest activation, its version, its statistics
         # Where gradient hooks are, of the block that runs, by nodes of the graph; and where the tensors are read.

@@ -390,6 +390,10 @@ class Recorder:
                     self._layers = max(self._layers, one.layer)
 
     def _end_pass(self, call: Call) -> None:
+        if call.is_added_to and call.last is not None:  # no norm has shown what is added to
+            call.forget(call.layer)
+            reason = "its residual is added after it, and no norm reads the sum"
+            call.absent |= {f"block_out {call.layer}": reason, f"block {call.layer}": reason}
         for read in call.final:
             if read.layer == call.layer:
                 self.norm_sites[read.norm] = ("final_norm_in", call.layer)
@@ -501,6 +505,8 @@ class Recorder:
         if self._settle_other(last, x, trace.entered, call):
             return
         if not last.is_passed_on(x):
+            if self._settle_update(last, x, trace.entered, call):
+                return
             reason = f"{trace.block.name} reads another tensor than the one returned, of which is block_out"
             call.absent[f"stream after block {last.run.layer}"] = reason
         elif last.beside is not None and any(value is last.beside for value in given):
@@ -534,7 +540,8 @@ class Recorder:
         trace.forget_measured()
         self._measurer.activation(call, ("block_out", layer), out)
         call.out, call.node = ref(x), x.grad_fn
-        call.last = LastBlock(block.module, trace.run, x, beside, is_joined, [ref(value) for value in returned])
+        others_returned = [ref(value) for value in returned]
+        call.last = LastBlock(block.module, trace.run, trace.entered, x, beside, is_joined, others_returned)
         self._checkpoints.mark(x, call, trace.run)
         trace.finish(out)
         self.norm_sites |= {norm: (site, layer) for (norm, _), site in trace.sites.items()}
@@ -561,6 +568,20 @@ class Recorder:
             call.absent[f"block {last.run.layer}"] = "which tensor it passes on is shown by the next block only"
         return is_other
 
+    def _settle_update(self, last: LastBlock, x: Tensor, view: Tensor, call: Call) -> bool:
+        """True if the stream `x` is what a block has read and returned, added by the model."""
+        if not last.is_update_of(x):
+            return False
+        call.is_added_to = True
+        self._measure_after(last, view, call)
+        return True
+
+    def _measure_after(self, last: LastBlock, stream: Tensor, call: Call) -> None:
+        """Measure what comes after a block as its output, in place of what it returned."""
+        call.forget(last.run.layer)
+        self._measurer.activation(call, ("block_out", last.run.layer), stream)
+        call.absent[f"block {last.run.layer}"] = "its residual is added after it, which only the next one shows"
+
     def _settle_pair(self, last: LastBlock, x: Tensor, call: Call) -> bool:
         """True if the stream is the sum of a block's two outputs, by the first norm that reads it: `x`.
 
@@ -575,9 +596,7 @@ class Recorder:
         is_sum = rows.same(read, rows.first + second) and not is_first
         self.known[last.block].joins = is_sum
         if is_sum and not last.is_joined:
-            call.forget(last.run.layer)
-            self._measurer.activation(call, ("block_out", last.run.layer), x)
-            call.absent[f"block {last.run.layer}"] = "its residual is added after it, which only the next one shows"
+            self._measure_after(last, x, call)
         elif not is_sum and (last.is_joined or not (is_first or rows.same(read, second))):
             call.forget(last.run.layer)
             reason = "the block returns two tensors of the stream's shape, and what reads them does not tell the stream"
@@ -656,6 +675,7 @@ class Recorder:
             is_read = self._settle_pair(last, view, call) or last.is_read_by(x)
         else:
             is_read = joins_streams or last.is_read_by(x) or self._settle_other(last, x, view, call)
+            is_read = is_read or self._settle_update(last, x, view, call)
         self._checkpoints.mark(x, call, last.run)
         if is_read:
             read = NormRead(norm, call.layer, site="final_norm_in")

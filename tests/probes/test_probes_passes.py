@@ -196,6 +196,27 @@ def test_where_the_model_adds_the_residual_experiments_are_of_the_sum(in_place):
     assert jacobians[0] == pytest.approx(jacobians[1], rel=0.1)  # estimates from other random vectors
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("ends_in_a_norm", [True, False])
+def test_where_the_model_adds_the_residual_the_sum_is_recorded(in_place, ends_in_a_norm):
+    tables = []
+    for model in (AddingModel(Update), Toy()):
+        if in_place and isinstance(model, AddingModel):
+            model.add = torch.Tensor.add_
+        if not ends_in_a_norm:
+            model.norm = nn.Identity()
+        with normlab.record(model, ["token_l2_mean", "block_influence"]) as rec, torch.no_grad():
+            model(**IDS)
+        found = rec.stats().to_pandas().query("metric == 'token_l2_mean' and site in ['block_out', 'final_norm_in']")
+        tables.append(found.set_index(["site", "layer", "mask"])["value"].to_dict())
+        if isinstance(model, AddingModel):
+            absent = rec.stats().manifest["absent"]
+            assert not rec.stats().to_pandas()["metric"].eq("block_influence").any()
+            assert {place for place in absent if place.startswith("block ")} == {f"block {i + 1}" for i in range(DEPTH)}
+    right = {place: x for place, x in tables[1].items() if ends_in_a_norm or place[1] < DEPTH}
+    assert tables[0] == pytest.approx(right, rel=1e-5)
+
+
 def test_a_residual_that_is_added_out_of_sight_is_refused_and_a_stream_that_is_mixed_between_blocks_is_not():
     model = AddingModel(Update)
     model.add = lambda x, adds: x + 0.5 * adds
