@@ -161,8 +161,8 @@ def test_what_the_findings_say_without_a_number_holds():
         sizes = sizes[sizes["depth"] == depth]
         ends = sizes[sizes["step"] == sizes["step"].max()].pivot_table(index="run", columns="layer", values="value")
         assert (ends[1] / ends[depth]).min() > 0.33, "a third or more is there after block 1"
-    runs = normlab.load_runs(ROOT / "data" / "grid", variants=False)
-    runs = runs[runs["depth"] == 8]
+    all_runs = normlab.load_runs(ROOT / "data" / "grid", variants=False)
+    runs = all_runs[all_runs["depth"] == 8]
     best = choose(runs).runs.groupby("scheme")["lr"].unique()
     assert [*best["bhyt"], *best["rmsnorm_gain"]] == [0.008, 0.008] and max(best["pre_rmsnorm"]) < 0.008
     lost = choose(runs).runs.groupby("scheme")["eval_loss"].mean().drop("pre_rmsnorm")
@@ -190,6 +190,9 @@ def test_what_the_findings_say_without_a_number_holds():
     deeper = deeper.pivot(index="depth", columns="scheme", values="eval_loss")
     gain = deeper.loc[8] - deeper.loc[16]
     assert gain["lns"] > 0.02 and gain["pre_rmsnorm"] < 0, "from 8 to 16 blocks LNS gains, Pre-LN does not"
+    for many, depth, apart in ((all_runs, 8, 2), (all_runs, 16, 4), (normlab.load_runs(ROOT / "data" / "gpu"), 24, 4)):
+        best = choose(many[many["depth"] == depth]).runs.groupby("scheme")["lr"].first()
+        assert best["lns"] / best["pre_rmsnorm"] == pytest.approx(apart), f"best rates with {depth} blocks"
     kept = pd.read_csv(ROOT / "data" / "bench" / "kept_models.csv")
     assert set(kept["model"]) == set(shipped_models())
     assert kept.loc[kept[kept["depth"] == 8]["both_4"].idxmin(), "scheme"] == "dyt"
