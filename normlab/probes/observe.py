@@ -25,7 +25,7 @@ from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_labe
 from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.sites import Sites, sites
 from normlab.probes.updates import METRICS as UPDATES
-from normlab.probes.updates import steps_taken, updates
+from normlab.probes.updates import Updates
 
 if TYPE_CHECKING:
     import pandas
@@ -354,7 +354,8 @@ def observe(
         path: a CSV file of the last readings, written anew after each. It is there when the process dies.
         mask: what masks padding, as for `record`.
         optimizer: Adam or AdamW, whose updates and moments are read too, by block: `update_ratio`, `first_moment`,
-            `second_moment` (`normlab.probes.updates`). Of another one they are left out, with a warning.
+            `second_moment` (`normlab.probes.updates`). They are of the step as it was taken, whether a scheduler steps
+            before `observer.step` or after it. Of another optimizer they are left out, with a warning.
 
     Raises:
         NormlabError: `every` or `accumulate` is not a whole number from 1; an unknown metric; no folder for `path`.
@@ -406,7 +407,7 @@ class Observer:
         self._told: set[str] = set()
         self._known: dict[nn.Module, KnownBlock] = {}  # what norms are, of blocks that have added up
         self._settled = unsettled()  # how the loss averages
-        self._taken: dict[Tensor, float] = {}  # the optimizer's steps before the one that is measured
+        self._updates: Updates | None = None  # of the step that is measured
         self._spikes = LossSpikes()
 
     def begin(self, step: int) -> None:
@@ -419,7 +420,7 @@ class Observer:
             self._recorder.known |= self._known
             self._recorder.settled = self._settled
             self._recorder.__enter__()
-            self._taken = steps_taken(self._optimizer)
+            self._updates = None if self._optimizer is None else Updates(self._optimizer)
 
     def pause(self) -> bool:
         """Stop recording, all micro-batches being in. True if the step is measured."""
@@ -452,8 +453,8 @@ class Observer:
             weights, without = _weights(self.sites, step)
             absent = stats.manifest["absent"] | ({} if without is None else {"weights": without})
             tables = [layers, weights]
-            if self._optimizer is not None:
-                rows, without = updates(self.sites, self._optimizer, step, self._taken)
+            if self._updates is not None:
+                rows, without = self._updates.measure(self.sites, step)
                 absent |= {} if without is None else {"updates": without}
                 tables += [pandas.DataFrame(rows, columns=COLUMNS)] * bool(rows)
             self.readings.add(_joined(tables))
@@ -497,6 +498,8 @@ class Observer:
         """Remove the hooks. A measurement that has begun is dropped."""
         self.pause()
         self._recorder = None
+        if self._updates is not None:
+            self._updates.close()
 
     def __enter__(self) -> Observer:
         return self

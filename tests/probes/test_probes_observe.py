@@ -463,6 +463,83 @@ def test_an_update_is_the_step_that_adam_takes(kind):
     assert len(table["update_ratio"]) == 12
 
 
+def plain(optimizer, scaler):
+    return optimizer, optimizer.step
+
+
+def scaled(optimizer, scaler):
+    def step():
+        scaler.step(optimizer)
+        scaler.update()
+
+    return optimizer, step
+
+
+def accelerated(optimizer, scaler):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    accelerator.scaler = scaler
+    prepared = accelerator.prepare_optimizer(optimizer)
+    return prepared, prepared.step
+
+
+@pytest.mark.parametrize("rate", [1e-2, torch.tensor(1e-2)], ids=["a number", "a tensor"])
+@pytest.mark.parametrize("order", ["scheduler first", "observer first"])
+@pytest.mark.parametrize("loop", [plain, scaled, accelerated])
+def test_an_update_is_of_the_rate_with_which_the_step_was_taken(loop, order, rate):
+    """A warm-up from 0 and a decay to 0 in two groups, a momentum that changes, and a step that a scaler skips."""
+    model = tiny_llama()
+    block = model.model.layers[1]
+    gains = [p for n, p in model.named_parameters() if "norm" in n]
+    rest = [p for n, p in model.named_parameters() if "norm" not in n]
+    groups = [{"params": gains, "lr": rate * 10, "eps": 1e-3}, {"params": rest, "lr": rate * 1}]
+    adam = torch.optim.Adam(groups, foreach=False)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(adam, [lambda step: step / 4, lambda step: 1 - step / 4])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer, take_step = loop(adam, scaler)
+
+    def schedule(step: int) -> None:
+        scheduler.step()
+        for group in adam.param_groups:
+            group["betas"] = (0.9 - 0.1 * step, 0.999)
+
+    expected = []
+    with normlab.observe(model, every=1, metrics=["rms"], optimizer=optimizer) as observer:
+        for step in range(5):
+            loss = model(**token_batch()).loss
+            (loss if loop is plain else scaler.scale(loss)).backward()
+            if loop is not plain and step == 2:
+                rest[0].grad[0, 0] = math.inf
+            before = [p.detach().double() for p in block.parameters()]
+            take_step()
+            optimizer.zero_grad()
+            now = [p.detach().double() for p in block.parameters()]
+            moved = sum(float((p - w).square().sum()) for p, w in zip(now, before, strict=True))
+            expected.append((moved / sum(float(p.square().sum()) for p in now)) ** 0.5)
+            if order == "scheduler first":
+                schedule(step)
+            observer.step(loss, step)
+            if order == "observer first":
+                schedule(step)
+    found = observer.to_pandas().query("metric == 'update_ratio' and layer == 2")["value"].tolist()
+    assert found == pytest.approx(expected, rel=2e-4, abs=0)
+    assert min(expected[:2]) > 0 and (expected[2] == 0) == (loop is not plain)
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "between two measured steps"])
+def test_the_optimizer_is_left_as_it_was(closes):
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    observer = normlab.observe(model, every=2, metrics=["rms"], optimizer=optimizer)
+    assert optimizer._optimizer_step_post_hooks
+    model(**token_batch()).loss.backward()
+    optimizer.step()
+    if closes:
+        observer.close()
+    else:
+        observer.step(1.0, 0)
+    assert not optimizer._optimizer_step_post_hooks
+
+
 def test_a_parameter_on_which_no_step_was_taken_has_no_update():
     model = tiny_llama()
     block = model.model.layers[0]
