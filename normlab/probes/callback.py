@@ -76,6 +76,9 @@ class LayerStatsCallback(TrainerCallback):
     need labels that the Trainer passes to the model, and logits that the model returns, or `loss_tokens`. Else they are
     left out, with a warning.
 
+    `absent` says what could not be measured at some step and why. What makes a number another than its name says is a
+    warning too, as of `observe`. Padding is masked under a known name, such as `attention_mask`.
+
     The table also holds `update_ratio`, whose site is the parameter's name. A logged loss that is a spike adds
     `loss_spike` at site "model", in standard deviations above the recent losses.
 
@@ -122,6 +125,11 @@ class LayerStatsCallback(TrainerCallback):
     def to_pandas(self) -> pandas.DataFrame:
         """Everything measured so far: columns `step site layer metric mask value`."""
         return self._readings.to_pandas()
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """What could not be measured at some step, and why: as `manifest["absent"]` of a recording."""
+        return self._readings.absent
 
     def explain(self, since: int = 0) -> Explanation:
         """Rank the sites by when they left their own past, over the last readings (`Readings.explain`)."""

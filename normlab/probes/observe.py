@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_labe
 from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.sites import Sites, sites
 from normlab.probes.updates import METRICS as UPDATES
-from normlab.probes.updates import steps_taken, updates
+from normlab.probes.updates import Updates
 
 if TYPE_CHECKING:
     import pandas
@@ -45,6 +45,9 @@ PLACES = (
     "block_in", "attn_norm_in", "attn", "mixer_norm_in", "mixer", "cross_norm_in", "cross", "mlp_norm_in", "mlp",
     "block", "block_out", "final_norm_in",
 )  # fmt: skip
+# What is told of `absent`: what is left out of all blocks, and what makes numbers others than their names say.
+LEFT_OUT = {GRADIENTS: "gradients of a forward pass", "weights": "weights", "updates": "updates"}
+MISLEADING = ("padding by ", "tokens ", "stream after ", "mask no_first")
 
 
 class LossSpikes:
@@ -115,6 +118,17 @@ class Readings:
         self._tables: list[pandas.DataFrame] = []
         self._last: deque[pandas.DataFrame] = deque(maxlen=keep)
         self._path = path
+        self._absent: dict[str, tuple[int, str]] = {}
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """What could not be measured at some step, and why."""
+        return {place: why for place, (_, why) in self._absent.items()}
+
+    def add_absent(self, step: int, absent: Mapping[str, str]) -> None:
+        """Add what could not be measured at a step."""
+        for place, why in absent.items():
+            self._absent.setdefault(place, (step, why))
 
     def add(self, table: pandas.DataFrame) -> None:
         """Add the table of one measured step."""
@@ -130,6 +144,7 @@ class Readings:
             kept = [rows for table in tables if len(rows := table[table["step"] < since])]
             tables.clear()
             tables.extend(kept)
+        self._absent = {place: (step, why) for place, (step, why) in self._absent.items() if step < since}
 
     def add_rows(self, step: int, site: Sequence[str], metric: str, value: Sequence[float]) -> None:
         """Add values that have no layer, to the table alone."""
@@ -320,6 +335,10 @@ def observe(
     warning. Once a step was measured, a later one that cannot be is left out with a warning, such as one without a
     backward pass.
 
+    `observer.absent` says what could not be measured at some step and why, as `manifest["absent"]` of a recording does.
+    What makes a number another than its name says is a warning too, one for all blocks and steps: padding that counts,
+    tokens that are not told, another stream than the block's output.
+
     Args:
         model: any model that `record` measures; wrappers are looked through.
         every: optimizer steps between measurements: those whose number it divides are measured.
@@ -335,7 +354,8 @@ def observe(
         path: a CSV file of the last readings, written anew after each. It is there when the process dies.
         mask: what masks padding, as for `record`.
         optimizer: Adam or AdamW, whose updates and moments are read too, by block: `update_ratio`, `first_moment`,
-            `second_moment` (`normlab.probes.updates`). Of another one they are left out, with a warning.
+            `second_moment` (`normlab.probes.updates`). They are of the step as it was taken, whether a scheduler steps
+            before `observer.step` or after it. Of another optimizer they are left out, with a warning.
 
     Raises:
         NormlabError: `every` or `accumulate` is not a whole number from 1; an unknown metric; no folder for `path`.
@@ -362,6 +382,11 @@ class Observer:
 
     spike: Explanation | None = None
 
+    @property
+    def absent(self) -> dict[str, str]:
+        """What could not be measured at some step, and why: as `manifest["absent"]` of a recording."""
+        return self.readings.absent
+
     def __init__(
         self,
         where: Sites,
@@ -382,7 +407,7 @@ class Observer:
         self._told: set[str] = set()
         self._known: dict[nn.Module, KnownBlock] = {}  # what norms are, of blocks that have added up
         self._settled = unsettled()  # how the loss averages
-        self._taken: dict[Tensor, float] = {}  # the optimizer's steps before the one that is measured
+        self._updates: Updates | None = None  # of the step that is measured
         self._spikes = LossSpikes()
 
     def begin(self, step: int) -> None:
@@ -395,7 +420,7 @@ class Observer:
             self._recorder.known |= self._known
             self._recorder.settled = self._settled
             self._recorder.__enter__()
-            self._taken = steps_taken(self._optimizer)
+            self._updates = None if self._optimizer is None else Updates(self._optimizer)
 
     def pause(self) -> bool:
         """Stop recording, all micro-batches being in. True if the step is measured."""
@@ -419,29 +444,36 @@ class Observer:
                     raise
                 warnings.warn(f"step {step} was not measured: {error}", stacklevel=3)
                 return False
-            self._tell(step, "gradients of a forward pass", recorder.absent.get(GRADIENTS))
             try:
-                layers = stats.across_ranks(self._group).to_pandas()
+                stats = stats.across_ranks(self._group)
+                layers = stats.to_pandas()
             except NormlabError as error:  # on all ranks alike
                 warnings.warn(f"step {step} is left out: {error}", stacklevel=3)
                 return False
             weights, without = _weights(self.sites, step)
-            self._tell(step, "weights", without)
+            absent = stats.manifest["absent"] | ({} if without is None else {"weights": without})
             tables = [layers, weights]
-            if self._optimizer is not None:
-                rows, without = updates(self.sites, self._optimizer, step, self._taken)
-                self._tell(step, "updates", without)
+            if self._updates is not None:
+                rows, without = self._updates.measure(self.sites, step)
+                absent |= {} if without is None else {"updates": without}
                 tables += [pandas.DataFrame(rows, columns=COLUMNS)] * bool(rows)
             self.readings.add(_joined(tables))
+            self.readings.add_absent(step, absent)
+            self._tell(step, absent)
             # Of several ranks none may leave out a step alone: the others would wait for it.
             self._forgives = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         return is_measured
 
-    def _tell(self, step: int, what: str, why: str | None) -> None:
-        """Warn once that something is left out."""
-        if why is not None and why not in self._told:
-            warnings.warn(f"step {step}: {what} are left out: {why}", stacklevel=4)
-            self._told.add(why)
+    def _tell(self, step: int, absent: Mapping[str, str]) -> None:
+        """Warn once of what is left out for all blocks, and of what makes a number another than its name says."""
+        for place, why in absent.items():
+            if place not in LEFT_OUT and not place.startswith(MISLEADING):
+                continue
+            words = f"{LEFT_OUT[place]} are left out: {why}" if place in LEFT_OUT else f"{place}: {why}"
+            told = re.sub(r"\d+", "*", words)  # of one block and of another, of tokens of any number
+            if told not in self._told:
+                warnings.warn(f"step {step}: {words}", stacklevel=4)
+                self._told.add(told)
 
     def step(self, loss: float | Tensor, step: int) -> None:
         """End optimizer step number `step` and begin the next.
@@ -466,6 +498,8 @@ class Observer:
         """Remove the hooks. A measurement that has begun is dropped."""
         self.pause()
         self._recorder = None
+        if self._updates is not None:
+            self._updates.close()
 
     def __enter__(self) -> Observer:
         return self

@@ -1,8 +1,7 @@
-"""Adam's updates and moments by block, read from the state of an optimizer: `steps_taken`, then `updates`."""
+"""Adam's updates and moments by block, read from the state of an optimizer: `Updates`, made before the step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,41 +14,68 @@ METRICS = ("update_ratio", "first_moment", "second_moment")
 SITE = "parameters"
 
 
-def steps_taken(optimizer: Any) -> dict[Tensor, float]:
-    """How many steps Adam has taken on each parameter; one without a gradient, as an idle expert's, lags behind."""
-    adam = _adam_of(optimizer)
-    return {} if adam is None else {p: float(state["step"]) for p, state in adam.state.items() if "step" in state}
+class Updates:
+    """What Adam or AdamW does in a step, made before it.
 
+        updates = Updates(optimizer); optimizer.step(); rows, without = updates.measure(where, step); updates.close()
 
-def updates(
-    where: Sites, optimizer: Any, step: int, before: Mapping[Tensor, float]
-) -> tuple[list[tuple[Any, ...]], str | None]:
-    """Rows (step, site, layer, metric, mask, value) of the last step that Adam or AdamW took, or why there are none.
-
-    With m and v the moments after t steps, of all numbers of a block that were trained,
-
-        m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)        v: the largest so far with amsgrad
-        update_ratio = |lr m' / (sqrt(v') + eps)| / |w|       w after the step, lr as it stands then, no weight decay
-        first_moment = sqrt(mean m'^2), second_moment = sqrt(mean v')
-
-    The update is 0 where the step was not taken on a parameter: `before` has the steps taken until then.
+    A hook notes the rate, the betas and eps with which a step is taken, so a scheduler may step before `measure`. Of an
+    optimizer that takes the steps of the one it wraps without calling its `step`, they are as they stand in `measure`.
     """
-    adam = _adam_of(optimizer)
-    if adam is None:
-        return [], f"{type(optimizer).__name__} is neither Adam nor AdamW"
-    groups = {parameter: group for group in adam.param_groups for parameter in group["params"]}
-    rows = []
-    for block in where.blocks:
-        trained = [p for p in block.module.parameters() if "exp_avg_sq" in adam.state.get(p, {})]
-        if not trained:
-            continue
-        squares = [_squares(p, groups[p], adam.state[p], before.get(p, 0.0)).cpu() for p in trained]
-        sums = torch.stack(squares).sum(0).sqrt().tolist()
-        update, weight, first, second = sums
-        root = sum(p.numel() for p in trained) ** 0.5
-        values = update / weight if weight else float("nan"), first / root, second / root
-        rows += [(step, SITE, block.layer, name, "all", value) for name, value in zip(METRICS, values, strict=True)]
-    return rows, None if rows else "the optimizer has taken no step on the blocks' parameters"
+
+    def __init__(self, optimizer: Any) -> None:
+        self._kind, self._adam = type(optimizer).__name__, _adam_of(optimizer)
+        self._options: dict[Tensor, dict[str, Any]] = {}  # of the last step that was taken on each parameter
+        # Steps taken before on each parameter; one without a gradient, as an idle expert's, lags behind.
+        self._before: dict[Tensor, float] = {}
+        self._handle: Any = None
+        if self._adam is not None:
+            self._before = {p: float(state["step"]) for p, state in self._adam.state.items() if "step" in state}
+            self._handle = self._adam.register_step_post_hook(lambda adam, *call: self._options.update(_options(adam)))
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def measure(self, where: Sites, step: int) -> tuple[list[tuple[Any, ...]], str | None]:
+        """Rows (step, site, layer, metric, mask, value) of the last step taken, or why there are none.
+
+        With m and v the moments after t steps, of all numbers of a block that were trained,
+
+            m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)        v: the largest so far with amsgrad
+            update_ratio = |lr m' / (sqrt(v') + eps)| / |w|       w after the step, lr of the step, no weight decay
+            first_moment = sqrt(mean m'^2), second_moment = sqrt(mean v')
+
+        The update is 0 where the step was not taken on a parameter, as where a gradient scaler skips it.
+        """
+        adam = self._adam
+        if adam is None:
+            return [], f"{self._kind} is neither Adam nor AdamW"
+        options = _options(adam) | self._options
+        rows = []
+        for block in where.blocks:
+            trained = [p for p in block.module.parameters() if "exp_avg_sq" in adam.state.get(p, {})]
+            if not trained:
+                continue
+            squares = [_squares(p, options[p], adam.state[p], self._before.get(p, 0.0)).cpu() for p in trained]
+            sums = torch.stack(squares).sum(0).sqrt().tolist()
+            update, weight, first, second = sums
+            root = sum(p.numel() for p in trained) ** 0.5
+            values = update / weight if weight else float("nan"), first / root, second / root
+            rows += [(step, SITE, block.layer, name, "all", value) for name, value in zip(METRICS, values, strict=True)]
+        return rows, None if rows else "the optimizer has taken no step on the blocks' parameters"
+
+
+def _options(adam: torch.optim.Adam | torch.optim.AdamW) -> dict[Tensor, dict[str, Any]]:
+    """The rate, betas and eps of each parameter as they stand; a scheduler writes into a rate that is a tensor."""
+    found: dict[Tensor, dict[str, Any]] = {}
+    for group in adam.param_groups:
+        options = {name: group[name] for name in ("lr", "betas", "eps")}
+        if isinstance(options["lr"], Tensor):
+            options["lr"] = options["lr"].detach().clone()
+        found |= dict.fromkeys(group["params"], options)
+    return found
 
 
 def _adam_of(optimizer: Any) -> torch.optim.Adam | torch.optim.AdamW | None:
@@ -59,11 +85,11 @@ def _adam_of(optimizer: Any) -> torch.optim.Adam | torch.optim.AdamW | None:
 
 
 @torch.no_grad()
-def _squares(parameter: Tensor, group: dict[str, Any], state: dict[str, Any], before: float) -> Tensor:
+def _squares(parameter: Tensor, options: dict[str, Any], state: dict[str, Any], before: float) -> Tensor:
     """Sums of squares of a parameter's update since step `before`, itself, m' and sqrt(v')."""
-    t, (beta1, beta2) = float(state["step"]), group["betas"]
+    t, (beta1, beta2) = float(state["step"]), options["betas"]
     first = state["exp_avg"].float() / (1 - beta1**t)
     root = (state.get("max_exp_avg_sq", state["exp_avg_sq"]).float() / (1 - beta2**t)).sqrt()
-    update = (t > before) * group["lr"] * first / (root + group["eps"])
+    update = (t > before) * options["lr"] * first / (root + options["eps"])
     sums = [x.float().square().sum() for x in (update, parameter, first, root)]
     return torch.stack([x.full_tensor() if isinstance(x, DTensor) else x for x in sums])

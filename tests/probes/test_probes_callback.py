@@ -85,6 +85,19 @@ def test_a_second_training_drops_the_first_ones_readings_and_a_resumed_one_keeps
     assert table["step"].drop_duplicates().tolist() == [0, 2] and "loss_spike" not in set(table["metric"])
 
 
+def test_what_is_absent_is_told_once_and_kept(tmp_path):
+    model = tiny_llama()
+    for layer in model.model.layers[1:]:
+        layer.register_forward_pre_hook(lambda layer, given: (2 * given[0], *given[1:]))
+    callback = LayerStatsCallback(every=1, metrics=["rms"], update_ratio=False)
+    with pytest.warns(UserWarning, match="stream after block 1: ") as told:
+        train(model, tmp_path, [callback])
+    assert sum("stream after" in str(one.message) for one in told) == 1
+    assert {"stream after block 1", "stream after block 2"} <= callback.absent.keys()
+    train(tiny_llama(), tmp_path, [callback], max_steps=1)
+    assert callback.absent == {}
+
+
 def test_update_ratio_is_the_step_over_the_weights():
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,13 +2,16 @@
 
 import copy
 import math
+import re
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 import pandas
 import pytest
 import torch
-from probe_zoo import tiny_llama, token_batch
+from probe_toys import PreLN, Stack, X
+from probe_zoo import build, tiny_llama, token_batch
 from training_helpers import FORKS, observe_for_ever, until
 
 import normlab
@@ -325,6 +328,103 @@ def test_a_compiled_step_keeps_its_graph_when_the_model_inside_is_observed():
     assert graphs == [0, 1, 0, 0] and set(observer.to_pandas()["step"]) == {0, 2}
 
 
+# --- what is absent --------------------------------------------------------------------------------------------------
+
+
+class Padded(torch.nn.Module):
+    """Takes padding under a name of its own, and leaves it to the labels."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids, pad_mask, labels):
+        return self.inner(input_ids, labels=labels)
+
+
+def padded():
+    batch = token_batch()
+    return Padded(tiny_llama()), {"pad_mask": batch.pop("attention_mask"), **batch}
+
+
+def changed_between_blocks():
+    model = tiny_llama()
+    for layer in model.model.layers[1:]:
+        layer.register_forward_pre_hook(lambda layer, given: (2 * given[0], *given[1:]))
+    return model, token_batch()
+
+
+def without_tokens():
+    return Stack(PreLN, PreLN), {"x": X}
+
+
+@pytest.mark.parametrize(
+    ("make", "places", "words"),
+    [
+        (padded, {"padding by pad_mask"}, "padding by pad_mask: all tokens count.*give mask='pad_mask'"),
+        (
+            changed_between_blocks,
+            {"stream after block 1", "stream after block 2"},
+            "stream after block 1: model.layers.1 reads another tensor than the one returned",
+        ),
+        (without_tokens, {"mask no_first"}, "mask no_first: whether the blocks hold .* cannot be told"),
+    ],
+)
+def test_numbers_that_are_not_what_their_names_say_are_told_once_and_kept(make, places, words):
+    model, batch = make()
+    with normlab.record(model, ["rms"]) as rec:
+        model(**batch)
+    expected = rec.stats().manifest["absent"]
+    assert places <= expected.keys()
+    with normlab.observe(model, every=1, metrics=["rms"]) as observer:
+        assert observer.absent == {}
+        model(**batch)
+        with pytest.warns(UserWarning) as told:
+            observer.step(1.0, 0)
+        model(**batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            observer.step(1.0, 1)
+    assert [re.match(f"step 0: {words}", str(one.message)) is not None for one in told] == [True]
+    assert told[0].filename == __file__ and observer.absent == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_ordinary_models_are_trained_without_a_warning(name):
+    model, mask = build(name).train(), token_batch()["attention_mask"]
+    with warnings.catch_warnings(), normlab.observe(model, every=1) as observer:
+        warnings.simplefilter("error")
+        step_of(observer, model, 0)
+        step_of(observer, model, 1, **{**token_batch(), "attention_mask": torch.ones_like(mask)})
+        step_of(observer, model, 2, **{n: x for n, x in token_batch().items() if n != "attention_mask"})
+    assert observer.absent == {}
+
+
+def test_what_is_missing_is_kept_without_a_warning_and_left_out_weights_too():
+    model = tiny_llama()
+    model.model.layers[1].register_parameter("spare", torch.nn.Parameter(torch.empty(4, device="meta")))
+    model.model.layers[2].register_forward_hook(lambda layer, given, out: out * given[0].sigmoid())
+    with normlab.record(model, ["update_cosine"]) as rec, torch.no_grad():
+        model(**token_batch())
+    missing = rec.stats().manifest["absent"]
+    with normlab.observe(model, every=1, metrics=["update_cosine"]) as observer, torch.no_grad():
+        model(**token_batch())
+        with pytest.warns(UserWarning, match="weights are left out") as told:
+            observer.step(1.0, 0)
+    weights = observer.absent.pop("weights")
+    assert len(told) == 1 and "mlp 3" in missing and "meta device" in weights
+    assert observer.absent == missing | {"weights": weights}
+
+
+def test_readings_that_are_forgotten_take_what_was_absent_with_them():
+    readings = Readings()
+    for step, place in enumerate(["mlp 1", "mlp 2"]):
+        readings.add_absent(step, {"mlp 1": f"at {step}", place: f"at {step}"})
+    assert readings.absent == {"mlp 1": "at 0", "mlp 2": "at 1"}
+    readings.forget(1)
+    assert readings.absent == {"mlp 1": "at 0"}
+
+
 # --- Adam's updates --------------------------------------------------------------------------------------------------
 
 ADAMS = {
@@ -361,6 +461,83 @@ def test_an_update_is_the_step_that_adam_takes(kind):
     table = observer.to_pandas().set_index(["metric", "layer", "step"])["value"]
     assert table["update_ratio", 2, 3] == pytest.approx((moved / size) ** 0.5, rel=1e-4)
     assert len(table["update_ratio"]) == 12
+
+
+def plain(optimizer, scaler):
+    return optimizer, optimizer.step
+
+
+def scaled(optimizer, scaler):
+    def step():
+        scaler.step(optimizer)
+        scaler.update()
+
+    return optimizer, step
+
+
+def accelerated(optimizer, scaler):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    accelerator.scaler = scaler
+    prepared = accelerator.prepare_optimizer(optimizer)
+    return prepared, prepared.step
+
+
+@pytest.mark.parametrize("rate", [1e-2, torch.tensor(1e-2)], ids=["a number", "a tensor"])
+@pytest.mark.parametrize("order", ["scheduler first", "observer first"])
+@pytest.mark.parametrize("loop", [plain, scaled, accelerated])
+def test_an_update_is_of_the_rate_with_which_the_step_was_taken(loop, order, rate):
+    """A warm-up from 0 and a decay to 0 in two groups, a momentum that changes, and a step that a scaler skips."""
+    model = tiny_llama()
+    block = model.model.layers[1]
+    gains = [p for n, p in model.named_parameters() if "norm" in n]
+    rest = [p for n, p in model.named_parameters() if "norm" not in n]
+    groups = [{"params": gains, "lr": rate * 10, "eps": 1e-3}, {"params": rest, "lr": rate * 1}]
+    adam = torch.optim.Adam(groups, foreach=False)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(adam, [lambda step: step / 4, lambda step: 1 - step / 4])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer, take_step = loop(adam, scaler)
+
+    def schedule(step: int) -> None:
+        scheduler.step()
+        for group in adam.param_groups:
+            group["betas"] = (0.9 - 0.1 * step, 0.999)
+
+    expected = []
+    with normlab.observe(model, every=1, metrics=["rms"], optimizer=optimizer) as observer:
+        for step in range(5):
+            loss = model(**token_batch()).loss
+            (loss if loop is plain else scaler.scale(loss)).backward()
+            if loop is not plain and step == 2:
+                rest[0].grad[0, 0] = math.inf
+            before = [p.detach().double() for p in block.parameters()]
+            take_step()
+            optimizer.zero_grad()
+            now = [p.detach().double() for p in block.parameters()]
+            moved = sum(float((p - w).square().sum()) for p, w in zip(now, before, strict=True))
+            expected.append((moved / sum(float(p.square().sum()) for p in now)) ** 0.5)
+            if order == "scheduler first":
+                schedule(step)
+            observer.step(loss, step)
+            if order == "observer first":
+                schedule(step)
+    found = observer.to_pandas().query("metric == 'update_ratio' and layer == 2")["value"].tolist()
+    assert found == pytest.approx(expected, rel=2e-4, abs=0)
+    assert min(expected[:2]) > 0 and (expected[2] == 0) == (loop is not plain)
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "between two measured steps"])
+def test_the_optimizer_is_left_as_it_was(closes):
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    observer = normlab.observe(model, every=2, metrics=["rms"], optimizer=optimizer)
+    assert optimizer._optimizer_step_post_hooks
+    model(**token_batch()).loss.backward()
+    optimizer.step()
+    if closes:
+        observer.close()
+    else:
+        observer.step(1.0, 0)
+    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_a_parameter_on_which_no_step_was_taken_has_no_update():
