@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -412,3 +413,67 @@ def test_a_block_that_runs_several_times_is_not_skipped():
     albert = hf.AlbertForMaskedLM(hf.AlbertConfig(vocab_size=50, num_hidden_layers=3, **sizes)).eval()
     with pytest.raises(NormlabError, match="block 1 runs more than once"):
         skip_sensitivity(albert, [{"input_ids": torch.arange(8)[None]}], **QUIET)
+
+
+def first_only(labels: torch.Tensor) -> torch.Tensor:
+    """The labels at each row's first position alone."""
+    return labels.where(torch.arange(labels.shape[1]) == 0, -100)
+
+
+@pytest.fixture(scope="module")
+def unshifted() -> dict[str, tuple[Any, dict[str, torch.Tensor], list[torch.Tensor]]]:
+    """Models whose labels are of the same token: (stack or model, inputs, labels, among them at the first alone)."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    t5 = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)).eval()
+    ids = torch.randint(1, 60, (4, 10))
+    bert, mlm = build("bert"), torch.where(torch.rand(4, 10) < 0.3, ids, -100)
+    mlm[:, 1] = ids[:, 1]
+    texts = [ids[:, :3].clone(), ids[:, 3:4].clone(), first_only(ids[:, 4:8])]
+    return {
+        "t5": (stacks(t5)["decoder.block"], {"input_ids": ids}, texts),
+        "bert": (sites(bert), {"input_ids": ids}, [mlm, first_only(ids)]),
+    }
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("name", ["t5", "bert"])
+def test_labels_at_the_first_position_alone_count_where_labels_are_not_shifted(unshifted, name, order):
+    where, inputs, labels = unshifted[name]
+    losses = []
+    for one in labels:
+        with torch.no_grad():
+            logits = where.model(**inputs, labels=one).logits
+        losses.append(functional.cross_entropy(logits[one != -100], one[one != -100], reduction="none"))
+        alone = skip_sensitivity(where, [inputs | {"labels": one}], layers=[1], **QUIET)
+        assert alone["loss"][0] == pytest.approx(float(losses[-1].mean()), rel=1e-5)
+    found = skip_sensitivity(where, [inputs | {"labels": one} for one in labels[::order]], layers=[1], **QUIET)
+    assert found["tokens"][0] == sum(map(len, losses))
+    assert found["loss"][0] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
+
+
+class SumOfLosses(nn.Module):
+    """A causal model whose loss is a sum: 0 without a label."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        out = self.model(input_ids, attention_mask=attention_mask)
+        if labels is not None:
+            out.loss = functional.cross_entropy(out.logits[:, :-1].mT, labels[:, 1:], reduction="sum")
+        return out
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("wrap", [lambda model: model, SumOfLosses])
+def test_labels_at_the_first_position_alone_are_none_where_labels_are_shifted(model, wrap, order):
+    """A mean over none is NaN, a sum 0: neither is the loss of the same token."""
+    some = token_batch(3)
+    none = some | {"labels": first_only(some["labels"])}
+    pair = [some, none][::order]
+    alone, both = (skip_sensitivity(wrap(model), given, layers=[1], **QUIET) for given in ([some], pair))
+    assert both["loss"][0] == pytest.approx(alone["loss"][0]) and both["tokens"][0] == alone["tokens"][0]
+    with pytest.raises(NormlabError, match="there is nothing to measure on"):
+        skip_sensitivity(wrap(model), [none], layers=[1], **QUIET)
