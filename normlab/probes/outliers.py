@@ -126,7 +126,9 @@ def attention_sinks(
         length = tokens.shape[1]
         found = watch.found([(len(tokens), length)], length)
         if found is None:
-            others.extend(f"{call.shape[1]} queries x {call.keys} keys for {length} tokens" for call in watch.calls)
+            for call in watch.calls:
+                whose = "cross-attention's " if call.kind == "cross" else ""
+                others.append(f"{whose}{call.shape[1]} queries x {call.keys} keys for {length} tokens")
             watch.forget()
             return
         layers.append(layer)
@@ -147,7 +149,7 @@ def attention_sinks(
         watch.forget()  # last, as the softmax above is seen too
 
     def start(layer: int, *_: Any) -> None:
-        watch.forget(runner.sites.blocks[layer - 1].module)  # an encoder's attention came before, or something else
+        watch.forget(runner.sites.blocks[layer - 1])  # an encoder's attention came before, or something else
 
     with evaluating(runner.model):
         (batch,) = runner
