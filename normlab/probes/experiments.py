@@ -207,29 +207,30 @@ class Runner:
     def _labels_are_shifted(self, batch: Batch) -> bool:
         """True if the model's loss on these labels is of the next token, or it returns none.
 
-        Found once, by comparing its loss with its logits, on the first batch of which both tell.
+        Found once, by comparing its loss with its logits, on the first batch of which both tell. Labels at the first
+        position alone tell of a loss of the same token: to the other it is nothing, or no number.
         """
         labels = batch["labels"]
-        if labels.ndim == 2 and not bool((labels[:, 1:] != IGNORED_LABEL).any()):
-            return True  # it has nothing to tell by
-        if self._shifted is None:
-            try:
-                loss, logits = loss_and_logits(self._with_labels(batch))
-            except TypeError:  # it takes no labels
-                loss = logits = None
-            shifted = True
-            if loss is not None and logits is not None:
-                if not bool(loss.isfinite()):
-                    return True
-                mask = given_mask(self._mask_of_labels or "attention_mask", self._known(batch))
-                averaged = labels_averaged(loss, logits, labels, mask)
-                if averaged is None:
-                    raise NormlabError(
-                        "the returned loss and logits do not tell whether labels are shifted: leave out `labels` to "
-                        "measure on the next token"
-                    )
-                shifted = averaged[1]
-            self._shifted = shifted
+        if self._shifted is not None or not bool((labels != IGNORED_LABEL).any()):
+            return self._shifted is not False
+        try:
+            loss, logits = loss_and_logits(self._with_labels(batch))
+        except TypeError:  # it takes no labels
+            loss = logits = None
+        if loss is None or logits is None:
+            self._shifted = True
+            return True
+        is_empty = labels.ndim == 2 and not bool((labels[:, 1:] != IGNORED_LABEL).any())  # if labels are shifted
+        if not bool(loss.isfinite()) or (is_empty and float(loss) == 0):
+            return True
+        mask = given_mask(self._mask_of_labels or "attention_mask", self._known(batch))
+        averaged = labels_averaged(loss, logits, labels, mask)
+        if averaged is None:
+            raise NormlabError(
+                "the returned loss and logits do not tell whether labels are shifted: leave out `labels` to "
+                "measure on the next token"
+            )
+        self._shifted = averaged[1]
         return self._shifted
 
     def _with_labels(self, batch: Batch) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 FILLS_A_CACHE = "when it runs again on the same input, as one that fills a cache: call the model without one"
 CHUNK = 1 << 20  # numbers in float64 at a time
+NEAR = 1e-5  # nats per token between a model's prediction and itself: roundings of the logits in float32 are below it
+APART = 10.0  # such a divergence over that which is rounding
 PARALLEL = 1e-6  # of a cosine's distance from 1: there an angle, of 1.4e-3, keeps 10 of float64's 16 digits
 
 
@@ -203,14 +205,16 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
     """Measure KL(prediction of the head from layer l || the model's prediction), averaged over tokens, in nats.
 
     The head is whatever the model does after its last block: final norm, unembedding, soft-capping. It is run on h_l by
-    making every block a no-op that passes h_l on, so no module needs to be named.
+    making every block a no-op that passes h_l on, so no module needs to be named. A head that reads earlier blocks'
+    outputs too, such as their average, has no prediction from one layer: the model is refused.
 
     Returns:
         One row per layer 0..L: `layer value standard_error low high` (0 at layer L). Arguments as for
         `skip_sensitivity`.
 
     Raises:
-        NormlabError: no batch, no logits; several residual streams, unless blocks say by an ``enter`` that they are.
+        NormlabError: no batch, no logits; several residual streams, unless blocks say by an ``enter`` that they are;
+            what follows the last block reads earlier ones too.
     """
     runner = Runner(model, batches, progress, "logit lens")
     kept = KeptPass(runner.stream)
@@ -229,12 +233,22 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
                 f"the model returned logits {tuple(final.shape)} for {tuple(counted.shape)} tokens: this needs one "
                 "prediction per token, as of a language model"
             )
-        values = []
-        for h in states:
-            with kept.passing_on(h):
+
+        def divergence(passed: Sequence[Tensor]) -> Tensor:
+            with kept.passing_on(passed):
                 lens = runner.logits(batch)
-            values.append(torch.where(counted, token_kl(lens, final), 0).sum(1))
-        return torch.stack(values), counted.sum(1)
+            return torch.where(counted, token_kl(lens, final), 0).sum(1)
+
+        depth = runner.sites.depth
+        values = torch.stack([divergence([h] * depth) for h in states])
+        last = values[-1].sum()
+        # Where each block passes on its own state, what is left is rounding.
+        if last > NEAR * counted.sum() and last > APART * divergence(states[1:]).sum():
+            raise NormlabError(
+                "what follows the last block reads what earlier blocks returned too: the model predicts from several "
+                "layers, and has no prediction from one"
+            )
+        return values, counted.sum(1)
 
     mean, error, _ = row_means(runner, sums)
     return table_of([{"layer": layer} for layer in range(len(mean))], mean, error)

@@ -63,18 +63,18 @@ def is_running(modules: set[nn.Module]) -> bool:
     return False
 
 
-def called_by(block: nn.Module | None) -> nn.Module | None:
-    """The module that a running block has called, inside of which this thread is; None in the block's own code."""
+def called_by(block: nn.Module | None) -> list[nn.Module]:
+    """The modules inside of which this thread is, from the one that a running block has called; none in its code."""
     frame: FrameType | None = sys._getframe(1)
-    inner = None
+    inner: list[nn.Module] = []
     while frame is not None:
         if frame.f_code is _CALL.__code__:
-            module = frame.f_locals.get("self")
+            module: Any = frame.f_locals.get("self")
             if module is block:
-                return inner
-            inner = module
+                return inner[::-1]
+            inner.append(module)
         frame = frame.f_back
-    return None
+    return []
 
 
 class _Uncompiled:

@@ -165,10 +165,13 @@ class KeptPass:
         with instead(*calls), self._overridden(hooks):
             yield
 
-    def passing_on(self, h: Tensor) -> AbstractContextManager[None]:
-        """While active, no block computes anything: each returns `h`, with what else it returned in the kept pass."""
-        calls = [(module, partial(self._passed_on, module, h)) for module in self._blocks.values()]
-        return instead(*calls)
+    def passing_on(self, states: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """While active, no block computes anything.
+
+        Each passes on its one of `states`, with what else it returned in the kept pass.
+        """
+        blocks = zip(self._blocks.values(), states, strict=True)
+        return instead(*((module, partial(self._passed_on, module, h)) for module, h in blocks))
 
     def _passed_on(self, module: nn.Module, h: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         return self._stream.put(args, kwargs, self._kept[module], h.clone())

@@ -20,7 +20,7 @@ from normlab.probes.statistics import AttentionWatch, at_least_float32
 if TYPE_CHECKING:
     import pandas
 
-HIDDEN = torch.finfo(torch.float16).min / 2  # a score below it is masked, in any dtype
+HIDDEN = 8000.0  # a score so far below its row's largest is masked: Megatron's and BERT's masks are -10000
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ def attention_sinks(
     """Find attention sinks (Xiao et al., 2023, 2309.17453), by the measure of Gu et al. (2024, 2410.10781).
 
     A token is a sink of a head if its mean attention over the queries that may see it exceeds `threshold` (the paper's
-    is 0.3). Tokens that fewer than `queries` may see are not judged. Padding is not counted. What a learned sink takes
-    is in no token's attention. `learned` has it, by the same measure.
+    is 0.3). Tokens that fewer than `queries` may see are not judged. Padding is not counted. What a query may not
+    see is told by the scores: those 8000 below the largest of their row are masked, as by -inf or by -10000. What a
+    learned sink takes is in no token's attention. `learned` has it, by the same measure.
 
     Returns:
         Columns `layer row position heads weight first_layer last_layer`: the share of heads whose sink the token is,
@@ -125,7 +126,9 @@ def attention_sinks(
         length = tokens.shape[1]
         found = watch.found([(len(tokens), length)], length)
         if found is None:
-            others.extend(f"{call.shape[1]} queries x {call.keys} keys for {length} tokens" for call in watch.calls)
+            for call in watch.calls:
+                whose = "cross-attention's " if call.kind == "cross" else ""
+                others.append(f"{whose}{call.shape[1]} queries x {call.keys} keys for {length} tokens")
             watch.forget()
             return
         layers.append(layer)
@@ -135,7 +138,7 @@ def attention_sinks(
             if not found.no_sink and tokens.sum() >= queries:
                 mean = torch.where(tokens[:, None], found.beside, 0).sum((0, 2)) / tokens.sum()  # by head
                 learned.append((layer, float((mean > threshold).float().mean()), float(mean.mean())))
-        seen = (scores > HIDDEN) & tokens[:, None, :, None]  # (batch, heads, queries, keys)
+        seen = _visible(scores) & tokens[:, None, :, None]  # (batch, heads, queries, keys)
         weight = torch.where(seen, scores.softmax(-1) * share, 0).sum(-2) / seen.sum(-2).clamp(min=1)
         judged = (seen.sum(-2) >= queries) & tokens[:, None]  # (batch, heads, keys)
         sink = (weight > threshold) & judged
@@ -146,7 +149,7 @@ def attention_sinks(
         watch.forget()  # last, as the softmax above is seen too
 
     def start(layer: int, *_: Any) -> None:
-        watch.forget(runner.sites.blocks[layer - 1].module)  # an encoder's attention came before, or something else
+        watch.forget(runner.sites.blocks[layer - 1])  # an encoder's attention came before, or something else
 
     with evaluating(runner.model):
         (batch,) = runner
@@ -159,6 +162,12 @@ def attention_sinks(
     rule = f"a head's mean attention above {threshold:.12g}, over at least {queries} queries"
     found = _found(rows, ["layer", "row", "position", "heads", "weight"], 3, kept[0], rule, nearest)
     return replace(found, learned=pandas.DataFrame(learned, columns=["layer", "heads", "weight"]) if learned else None)
+
+
+def _visible(scores: Tensor) -> Tensor:
+    """True where a query may see a key, of scores (..., queries, keys). Nowhere in a row whose keys are all masked."""
+    largest = scores.amax(-1, keepdim=True)
+    return (scores > largest - HIDDEN) & (largest > -HIDDEN)
 
 
 class _KeyWatch(AttentionWatch):

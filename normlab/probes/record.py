@@ -492,7 +492,7 @@ class Recorder:
             if runs_in_one_piece(module):
                 call.absent[f"attention {run.layer}"] = IN_ONE_PIECE
             else:
-                call.watch = AttentionWatch(module)
+                call.watch = AttentionWatch(block)
                 call.watch.__enter__()
         return changed
 

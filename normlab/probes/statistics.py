@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from normlab.probes.hooks import called_by
-from normlab.probes.sites import has_matrix, kind_of, shell_content
+from normlab.probes.sites import Block, has_matrix, kind_of, shell_content
 
 CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: small against an activation, large against a call's overhead
 FLAT = math.atanh(0.95)
@@ -486,6 +486,7 @@ class Attention(NamedTuple):
         scores: (batch, heads, queries, 2), the largest score and the entropy of each row.
         keys: how many there are.
         part: the module that the block had called; None in the block's own code.
+        kind: of the branch in which it is; None in none.
         is_product: the scores are known for a product of query and key.
         knows_size: the scores themselves are known, not only up to a number per row.
         beside: (batch, heads, queries), what the softmax gives to columns that are no keys; None without such columns.
@@ -495,6 +496,7 @@ class Attention(NamedTuple):
     scores: Tensor
     keys: int
     part: nn.Module | None = None
+    kind: str | None = None
     is_product: bool = True
     knows_size: bool = True
     beside: Tensor | None = None
@@ -560,25 +562,27 @@ class AttentionWatch(TorchFunctionMode):
         why: what went wrong with the statistics.
     """
 
-    def __init__(self, block: nn.Module | None = None) -> None:
+    def __init__(self, block: Block | None = None) -> None:
         super().__init__()
         self.forget(block)
 
-    def forget(self, block: nn.Module | None = None) -> None:
+    def forget(self, block: Block | None = None) -> None:
         """Wait for the attention calls of a block."""
         self.calls: list[Attention] = []
         self.why = ""
-        self._block = block
+        self._block = None if block is None else block.module
+        self._kinds = {} if block is None else {branch.whole: branch.kind for branch in block.branches}
         self._heads = 1  # that the batch of three dimensions holds besides the rows
         self._seen: _Scores | None = None
 
     def found(self, rows: Sequence[tuple[int, int]], keys: int | None = None) -> Attention | None:
         """The block's attention over one of these (batch, length), or over whatever it is; None without one.
 
-        Heads that one part of the block computes in several calls are joined. A second part, such as cross-attention,
-        is left out.
+        Heads that one part of the block computes in several calls are joined. A second part is left out. Where a branch
+        of the block is attention by its name, it is that branch's. Cross-attention's it never is.
         """
         calls = [fit for call in self.calls if keys in (None, call.keys) and (fit := call.over(rows)) is not None]
+        calls = [call for call in calls if call.kind == "attn"] or [call for call in calls if call.kind != "cross"]
         calls = [call for call in calls if call.is_product] or calls
         calls = [call for call in calls if call.keys == call.shape[1]] or calls  # a second sequence is another's
         alike = [call for call in calls if call.part is calls[0].part and call.shape == calls[0].shape]
@@ -588,7 +592,9 @@ class AttentionWatch(TorchFunctionMode):
         """Say why none was found."""
         if not self.calls:
             return "no attention was seen: it must be scaled_dot_product_attention or an explicit softmax"
-        first = self.calls[0]
+        first = next((call for call in self.calls if call.kind != "cross"), None)
+        if first is None:
+            return "attention was seen in cross-attention alone"
         where = f"{first.shape[0]} x {first.shape[1]} queries and {first.keys} keys"
         return f"attention was seen over {where}, and not over the tokens alone"
 
@@ -655,7 +661,9 @@ class AttentionWatch(TorchFunctionMode):
         try:
             with torch.no_grad(), without_autocast(like.device):
                 if (seen := see()) is not None:
-                    self.calls.append(seen._replace(part=called_by(self._block)))
+                    parts = called_by(self._block)
+                    kind = next((self._kinds[part] for part in parts if part in self._kinds), None)
+                    self.calls.append(seen._replace(part=next(iter(parts), None), kind=kind))
         except Exception as error:  # the watched model goes on
             self.why = str(error)
         self._seen = None

@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -412,3 +414,142 @@ def test_a_block_that_runs_several_times_is_not_skipped():
     albert = hf.AlbertForMaskedLM(hf.AlbertConfig(vocab_size=50, num_hidden_layers=3, **sizes)).eval()
     with pytest.raises(NormlabError, match="block 1 runs more than once"):
         skip_sensitivity(albert, [{"input_ids": torch.arange(8)[None]}], **QUIET)
+
+
+def first_only(labels: torch.Tensor) -> torch.Tensor:
+    """The labels at each row's first position alone."""
+    return labels.where(torch.arange(labels.shape[1]) == 0, -100)
+
+
+@pytest.fixture(scope="module")
+def unshifted() -> dict[str, tuple[Any, dict[str, torch.Tensor], list[torch.Tensor]]]:
+    """Models whose labels are of the same token: (stack or model, inputs, labels, among them at the first alone)."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    t5 = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)).eval()
+    ids = torch.randint(1, 60, (4, 10))
+    bert, mlm = build("bert"), torch.where(torch.rand(4, 10) < 0.3, ids, -100)
+    mlm[:, 1] = ids[:, 1]
+    texts = [ids[:, :3].clone(), ids[:, 3:4].clone(), first_only(ids[:, 4:8])]
+    return {
+        "t5": (stacks(t5)["decoder.block"], {"input_ids": ids}, texts),
+        "bert": (sites(bert), {"input_ids": ids}, [mlm, first_only(ids)]),
+    }
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("name", ["t5", "bert"])
+def test_labels_at_the_first_position_alone_count_where_labels_are_not_shifted(unshifted, name, order):
+    where, inputs, labels = unshifted[name]
+    losses = []
+    for one in labels:
+        with torch.no_grad():
+            logits = where.model(**inputs, labels=one).logits
+        losses.append(functional.cross_entropy(logits[one != -100], one[one != -100], reduction="none"))
+        alone = skip_sensitivity(where, [inputs | {"labels": one}], layers=[1], **QUIET)
+        assert alone["loss"][0] == pytest.approx(float(losses[-1].mean()), rel=1e-5)
+    found = skip_sensitivity(where, [inputs | {"labels": one} for one in labels[::order]], layers=[1], **QUIET)
+    assert found["tokens"][0] == sum(map(len, losses))
+    assert found["loss"][0] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
+
+
+class SumOfLosses(nn.Module):
+    """A causal model whose loss is a sum: 0 without a label."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        out = self.model(input_ids, attention_mask=attention_mask)
+        if labels is not None:
+            out.loss = functional.cross_entropy(out.logits[:, :-1].mT, labels[:, 1:], reduction="sum")
+        return out
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("wrap", [lambda model: model, SumOfLosses])
+def test_labels_at_the_first_position_alone_are_none_where_labels_are_shifted(model, wrap, order):
+    """A mean over none is NaN, a sum 0: neither is the loss of the same token."""
+    some = token_batch(3)
+    none = some | {"labels": first_only(some["labels"])}
+    pair = [some, none][::order]
+    alone, both = (skip_sensitivity(wrap(model), given, layers=[1], **QUIET) for given in ([some], pair))
+    assert both["loss"][0] == pytest.approx(alone["loss"][0]) and both["tokens"][0] == alone["tokens"][0]
+    with pytest.raises(NormlabError, match="there is nothing to measure on"):
+        skip_sensitivity(wrap(model), [none], layers=[1], **QUIET)
+
+
+class FromSeveralLayers(nn.Module):
+    """A causal model whose head reads the last block's output, and `share` of what `source` makes of all outputs."""
+
+    def __init__(self, model: nn.Module, share: float, source: Callable[[list[torch.Tensor]], torch.Tensor]):
+        super().__init__()
+        self.embedding, self.layers = model.model.embed_tokens, model.model.layers
+        self.norm, self.head = model.model.norm, model.lm_head
+        self.rotary, self.share, self.source = model.model.rotary_emb, share, source
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        states = [self.embedding(input_ids)]
+        rotary = self.rotary(states[0], torch.arange(input_ids.shape[1])[None])
+        for layer in self.layers:
+            states.append(layer(states[-1], position_embeddings=rotary))
+        return self.head(self.norm(states[-1] + self.share * self.source(states)))
+
+
+READS = {  # what the head reads besides: whether it is of earlier blocks
+    "backout": (lambda states: -states[1], True),
+    "average over depth": (lambda states: sum(states), True),
+    "the tokens": (lambda states: states[0], False),
+    "the last": (lambda states: states[-1], False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reads", READS)
+def test_a_head_that_reads_earlier_blocks_too_has_no_lens(model, reads, dtype):
+    source, is_refused = READS[reads]
+    several, ids = FromSeveralLayers(copy.deepcopy(model), 0.5, source).to(dtype), token_batch()["input_ids"]
+    if is_refused:
+        with pytest.raises(NormlabError, match="reads what earlier blocks returned too"):
+            logit_lens_kl(several, [{"input_ids": ids}], **QUIET)
+        return
+    values = logit_lens_kl(several, [{"input_ids": ids}], **QUIET)["value"]
+    assert abs(values[DEPTH]) < 1e-6 < values[0]
+
+
+class ResidualApart(nn.Module):
+    """A block that passes on the residual and what it adds apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = x if residual is None else x + residual
+        return self.mlp(self.norm(residual)), residual
+
+
+class AddsInFloat32(nn.Module):
+    """A model whose head adds them in float32, and so reads more digits than the stream has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(64, WIDTH), nn.ModuleList(ResidualApart() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, residual = self.embedding(input_ids), None
+        for block in self.blocks:
+            x, residual = block(x, residual)
+        return self.head(self.norm.float()(x.float() + residual.float()).to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_earlier_block(dtype):
+    torch.manual_seed(0)
+    model = AddsInFloat32().to(dtype).eval()
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+    values = logit_lens_kl(model, [{"input_ids": torch.arange(64).view(4, 16)}], **QUIET)["value"]
+    assert values[4] < 1e-3 * values[0] and (values[4] > 1e-5) == (dtype == torch.bfloat16)

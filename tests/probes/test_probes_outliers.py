@@ -138,3 +138,45 @@ def test_half_precision_hides_the_same_keys(batch):
     full = normlab.attention_sinks(model, batch, queries=4).table
     half = normlab.attention_sinks(model.half(), batch, queries=4).table
     assert half[["layer", "row", "position"]].equals(full[["layer", "row", "position"]])
+
+
+class Masked(torch.nn.Module):
+    """A block whose heads give 0.6 to token 20 from each later query.
+
+    A key that is masked gets the score `fill`, or loses as much. So are all keys before `start` from all queries.
+    """
+
+    def __init__(self, fill: float, adds: bool, offset: float = 0.0, start: int = 0):
+        super().__init__()
+        self.fill, self.adds, self.start = fill, adds, start
+        self.norm, self.attn = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+        others = (torch.arange(LENGTH) - start).clamp(min=1)[:, None]  # that a query sees besides token 20
+        self.scores = offset + torch.where(torch.arange(LENGTH) == 20, (1.5 * others).log(), 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read = self.attn(self.norm(x)).unflatten(-1, (2, 4)).transpose(1, 2)
+        masked = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1) | (torch.arange(LENGTH) < self.start)
+        scores = (read @ read.mT) * 0 + self.scores
+        scores = scores + self.fill * masked if self.adds else scores.masked_fill(masked, self.fill)
+        return x + (scores.softmax(-1) @ read).transpose(1, 2).flatten(2)
+
+
+FILLS = [(-1e4, False), (-1e4, True), (-1e9, False), (-1e9, True), (torch.finfo().min, True), (-torch.inf, False)]
+
+
+@pytest.mark.parametrize("offset", [1000.0, -1000.0])
+@pytest.mark.parametrize(("fill", "adds"), FILLS)
+def test_queries_from_which_a_mask_of_any_size_hides_a_key_do_not_count(fill, adds, offset):
+    model = torch.nn.Sequential(Masked(fill, adds, offset), Masked(fill, adds, offset)).eval()
+    found = normlab.attention_sinks(model, {"input": torch.randn(1, LENGTH, 8)})
+    assert found.table["position"].tolist() == [20, 20] and found.table["heads"].tolist() == [1, 1]
+    assert found.table["weight"].tolist() == pytest.approx([0.6, 0.6], rel=1e-4)
+
+
+@pytest.mark.parametrize(("fill", "adds"), FILLS[:4])
+def test_a_query_all_of_whose_keys_are_masked_sees_none(fill, adds):
+    """Its softmax is uniform, and nothing says here that it is padding."""
+    model = torch.nn.Sequential(Masked(fill, adds, start=10), Masked(fill, adds, start=10)).eval()
+    found = normlab.attention_sinks(model, {"input": torch.randn(1, LENGTH, 8)}, threshold=0.0, queries=1)
+    assert found.table["position"].tolist() == 2 * list(range(10, LENGTH))
+    assert found.table.query("position == 20")["weight"].tolist() == pytest.approx([0.6, 0.6], rel=1e-4)

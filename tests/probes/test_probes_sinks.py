@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM
 
+from normlab.errors import NormlabError
 from normlab.probes import attention_sinks, record, statistics
 
 # (batch, heads, tokens, d_head)
@@ -187,6 +188,89 @@ def test_all_heads_of_a_blocks_attention_count_and_no_other_softmax(form):
     sinks = attention_sinks(model, {"input": x}, threshold=0.0, queries=1).table.query("layer == 1")
     weight = scores.softmax(-1).sum(-2) / torch.arange(9, 0, -1)
     assert sinks["weight"].tolist() == pytest.approx(weight.mean(1).flatten().tolist(), rel=1e-4)
+
+
+class CrossFirst(nn.Module):
+    """A block that attends to a memory before it attends to its tokens, in modules that tell by their names."""
+
+    def __init__(self, *, has_self: bool = True):
+        super().__init__()
+        parts = {"cross_attn": nn.MultiheadAttention(24, 4, batch_first=True)}
+        parts |= {"self_attn": nn.MultiheadAttention(24, 4, batch_first=True)} if has_self else {}
+        for name, part in parts.items():
+            self.add_module(name, part)
+            self.add_module(f"{name}_norm", nn.LayerNorm(24))
+        self.has_self, self.mlp = has_self, nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = x + self.cross_attn(self.cross_attn_norm(x), memory, memory)[0]
+        if self.has_self:
+            read = self.self_attn_norm(x)
+            added, self.weights = self.self_attn(read, read, read, average_attn_weights=False)
+            x = x + added
+        return x + self.mlp(x)
+
+
+class Wrapped(nn.Module):
+    """A block inside a wrapper, which is what calls the block's parts."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.inner = block
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.inner(x, memory)
+
+
+class WithMemory(nn.Module):
+    """A stack of blocks that are given a memory."""
+
+    def __init__(self, *blocks: nn.Module):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+@pytest.fixture
+def slow_path():
+    """PyTorch's attention in steps, as elsewhere than on its fast path."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.mark.usefixtures("slow_path")
+@pytest.mark.parametrize("wrap", [lambda block: block, Wrapped])
+@pytest.mark.parametrize("length", [9, 5])
+def test_attention_to_a_memory_before_that_to_the_tokens_does_not_count_whatever_the_lengths(length, wrap):
+    torch.manual_seed(0)
+    blocks = [CrossFirst(), CrossFirst()]
+    model, x, memory = WithMemory(*map(wrap, blocks)).eval(), 3 * torch.randn(2, 9, 24), 3 * torch.randn(2, length, 24)
+    with record(model, ["attention_entropy"], masks=["all"]) as rec, torch.no_grad():
+        model(x, memory)
+    weights = [block.weights.double() for block in blocks]
+    expected = [float(torch.special.entr(weight).sum(-1).mean()) for weight in weights]
+    assert rec.stats().to_pandas().sort_values("layer")["value"].tolist() == pytest.approx(expected, rel=1e-5)
+    sinks = attention_sinks(model, {"x": x, "memory": memory}, threshold=0.0, queries=1).table
+    mean = torch.stack([weight.mean((1, 2)) for weight in weights])
+    assert sinks["weight"].tolist() == pytest.approx(mean.flatten().tolist(), rel=1e-4)
+
+
+@pytest.mark.usefixtures("slow_path")
+@pytest.mark.parametrize("length", [9, 5])
+def test_a_block_that_attends_to_a_memory_alone_has_no_attention_over_its_tokens(length):
+    model = WithMemory(CrossFirst(has_self=False), CrossFirst(has_self=False)).eval()
+    x, memory = torch.randn(2, 9, 24), torch.randn(2, length, 24)
+    with record(model, ["attention_entropy", "rms"]) as rec, torch.no_grad():
+        model(x, memory)
+    assert rec.stats().manifest["absent"]["attention 1"] == "attention was seen in cross-attention alone"
+    with pytest.raises(NormlabError, match=f"over cross-attention's 9 queries x {length} keys for 9 tokens"):
+        attention_sinks(model, {"x": x, "memory": memory})
 
 
 def test_a_softmax_over_as_many_streams_as_rows_and_tokens_is_no_attention():
