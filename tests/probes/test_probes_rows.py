@@ -9,7 +9,15 @@ from probe_toys import WIDTH, PreLN, Stack, X, size
 from probe_zoo import near, tiny_llama, values
 from torch import nn
 
-from normlab import angular_distance, logit_lens_kl, observe, skip_future_effect
+from normlab import (
+    angular_distance,
+    attention_sinks,
+    logit_lens_kl,
+    massive_activations,
+    observe,
+    skip_future_effect,
+    skip_sensitivity,
+)
 from normlab.errors import NormlabError
 from normlab.probes import record, sites
 from normlab.probes.sites import stacks
@@ -271,6 +279,104 @@ def test_an_encoder_and_a_decoder_of_pytorch_have_each_its_own_mask():
     found = stacks(model)
     assert sizes(found["encoder.layers"], source, target, **masks)[0][0] == size(source[~PADDING])
     assert sizes(found["decoder.layers"], source, target, **masks)[0][0] == size(target[~late])
+
+
+# -- tokens that are (length, batch) -----------------------------------------------------------------------------------
+
+
+class Sequences(nn.Module):
+    """Tokens are (length, batch), as in PyTorch's tutorials; blocks take that, or (batch, length)."""
+
+    def __init__(self, batch_first=False, hides=False):
+        super().__init__()
+        self.embed, self.encoder = Text().embed, encoder(batch_first).eval()
+        self.batch_first, self.head = batch_first, nn.Linear(WIDTH, 24)
+        if hides:
+            for layer in self.encoder.layers:
+                layer._sa_block = lambda x, *_, **__: x
+
+    def forward(self, src, attention_mask=None, src_key_padding_mask=None):
+        h = self.embed(src)
+        h = h.transpose(0, 1) if self.batch_first else h
+        return self.head(self.encoder(h, src_key_padding_mask=src_key_padding_mask))
+
+
+class Named(Sequences):
+    def forward(self, input_ids, attention_mask=None, src_key_padding_mask=None):
+        return super().forward(input_ids, attention_mask, src_key_padding_mask)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", [Sequences, Named])
+@pytest.mark.parametrize("rows", [ROWS, LENGTH])
+def test_tokens_that_are_length_first_are_told_by_what_attention_reads(kind, batch_first, rows):
+    model = kind(batch_first).requires_grad_(False)
+    ids = torch.randint(1, 9, (LENGTH, rows), generator=torch.Generator().manual_seed(5))
+    ids[0], ids[2, 1] = 20, 20
+    with record(model, [*SIZE, "attention_entropy"]) as rec:
+        model(ids)
+        model(ids)  # the first call has told
+    found, vectors = values(rec.stats()), model.embed(ids)
+    assert rec.absent.keys() <= {"attention 1", "attention 2"}  # the fast path's
+    for name, kept in (("all", vectors.flatten(0, 1)), ("no_first", vectors[1:].flatten(0, 1))):
+        peaks = kept.abs().amax(0).double()
+        ratio = found["block_out", 0, "massive_activation_ratio", name]
+        assert found["block_out", 0, "token_l2_mean", name] == size(kept)
+        assert ratio == pytest.approx(float(peaks.max() / peaks.median()), rel=1e-5)
+    if not batch_first:
+        layer = model.encoder.layers[0]
+        h = layer.norm1(vectors)
+        weights = layer.self_attn(h, h, h, average_attn_weights=False)[1].double()  # (batch, heads, queries, keys)
+        entropy = torch.special.entr(weights).sum(-1)[:, :, 1:].mean()
+        assert found["attn", 1, "attention_entropy", "no_first"] == pytest.approx(float(entropy), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "src_key_padding_mask"])
+def test_padding_of_length_first_tokens_is_that_or_by_row_as_pytorchs(name):
+    model, ids = Named(), padded()
+    mask = (~PADDING).long().T if name == "attention_mask" else PADDING
+    found, absent = sizes(model, ids.T, **{name: mask})
+    assert found == expected(model.embed(ids)) and not absent
+    square, late = torch.cat([ids, ids.flip(0)]), torch.cat([PADDING, PADDING.flip(0)])
+    if name == "src_key_padding_mask":
+        firsts = (~late).long().cumsum(1) == 1
+        assert sizes(model, square.T, src_key_padding_mask=late)[0] == expected(model.embed(square), ~late, firsts)
+    else:
+        with pytest.raises(NormlabError, match="whether the mask is"):
+            sizes(model, square.T, attention_mask=(~late).long().T)
+
+
+def test_tokens_are_not_told_where_attention_that_takes_length_first_does_not_run():
+    model = Named(hides=True)
+    found, absent = sizes(model, IDS)
+    assert found == [size(model.embed(IDS)), None] and "batch_first=True" in absent["mask no_first"]
+    for experiment in (angular_distance, skip_sensitivity):
+        with pytest.raises(NormlabError, match="batch_first=True"):
+            experiment(model, [{"input_ids": IDS}], progress=False)
+
+
+@pytest.mark.parametrize("rows", [ROWS, LENGTH])
+def test_experiments_on_length_first_tokens_predict_along_the_length_or_refuse(rows):
+    model, ids = Named(), torch.randint(1, 9, (LENGTH, rows), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[4:, 0] = 0
+    with torch.no_grad():
+        logits = model(ids)
+    for given, counted in (({}, torch.ones_like(mask)), ({"attention_mask": mask}, mask)):
+        if rows == LENGTH and given:
+            continue
+        losses = nn.functional.cross_entropy(logits[:-1].flatten(0, 1), ids[1:].flatten(), reduction="none")
+        right = losses[counted[1:].flatten() > 0].mean()
+        for labels in ({}, {"labels": ids.masked_fill(counted == 0, -100)}):
+            table = skip_sensitivity(model, [{"input_ids": ids} | labels | given], progress=False)
+            assert table["loss"].iloc[0] == pytest.approx(float(right), rel=1e-5)
+            assert table["tokens"].iloc[0] == counted[1:].sum()
+    for experiment in (angular_distance, logit_lens_kl, skip_future_effect):
+        with pytest.raises(NormlabError, match=r"the blocks hold \(length, batch, width\)"):
+            experiment(model, [{"input_ids": ids}], progress=False)
+    for search in (massive_activations, attention_sinks):
+        with pytest.raises(NormlabError, match=r"the blocks hold \(length, batch, width\)"):
+            search(model, {"input_ids": ids})
 
 
 # -- rows that change places -------------------------------------------------------------------------------------------
