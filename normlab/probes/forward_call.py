@@ -64,6 +64,10 @@ UNTOLD = (
 )
 _CACHES = ("cache", "past_key_values", "cache_params", "past_kv_cache", "mems", "state", "past_buckets_states")
 
+_POSITIONS = ("position_ids", "positions")  # in a text, padding left out
+_PLACES = ("input_pos", "start_pos", "cache_position")  # in a cache, which the model may keep itself
+OFFSETS = (1, 2)  # where positions begin that count from the padding's, as RoBERTa's; a later part begins further on
+
 
 # -- the loss --------------------------------------------------------------------------------------------------------
 
@@ -247,6 +251,16 @@ def _cached_tokens(cache: Any) -> int | None:
         return int(cache.get_seq_length())
     except ValueError:  # no attention, so no length
         return int(cache.has_previous_state())
+
+
+def _start_of(places: Any, length: int) -> int | None:
+    """Where a call of `length` tokens goes on, by the place of the first in a cache, or of all; None if unclear."""
+    if isinstance(places, Tensor) and not (places.is_floating_point() or places.dtype == torch.bool):
+        if places.numel() == 1:
+            return int(places)
+        at = places[0] if places.ndim == 2 and len(places) == 1 else places
+        return int(at[0]) if at.shape == (length,) and bool((at.diff() == 1).all()) else None
+    return places if isinstance(places, int) and not isinstance(places, bool) else None
 
 
 def given_mask(mask: TokenMask, arguments: Mapping[str, Any]) -> Any:
@@ -647,10 +661,24 @@ class Call:
         return given_mask(mask, self.inputs.arguments) if self.inputs.is_text else None
 
     @property
-    def past(self) -> int:
-        """Tokens of this stack that the cache held before the call."""
-        is_encoder = self.inputs.has_decoder and not self.crosses
-        return 0 if is_encoder or not self.inputs.is_text else self.inputs.past
+    def _is_encoder(self) -> bool:
+        return self.inputs.has_decoder and not self.crosses
+
+    def _start(self, length: int) -> int | None:
+        """Where the call's tokens go on, by their places in a cache that the model keeps itself; None if not given."""
+        if self._is_encoder or not self.inputs.is_text:
+            return None
+        given = self.inputs.arguments
+        places = [given.get(name) for name in _PLACES]
+        places += [x for name in _POSITIONS if getattr(x := given.get(name), "ndim", 0) == 0]  # of one number
+        starts = (_start_of(one, length) for one in places)
+        return next((start for start in starts if start is not None), None)
+
+    def _past(self, length: int) -> int:
+        """Tokens of this stack before the call: those that the cache held, or before the place where it goes on."""
+        if self._is_encoder or not self.inputs.is_text:
+            return 0
+        return self.inputs.past or self._start(length) or 0
 
     @property
     def _is_cached(self) -> bool:
@@ -792,17 +820,39 @@ class Call:
         selects = by_shape.rows[0] == batch and count < length and not self._is_cached
         return replace(by_shape, has_first=not selects)
 
+    def _positions(self, rows: tuple[int, int]) -> Tensor | None:
+        """The caller's positions of (rows, tokens per row), or of one row for all; three axes may be before it."""
+        names = ("decoder_position_ids",) if self._is_decoder else (*_POSITIONS, *_PLACES)
+        for name in () if self._is_encoder else names:
+            given = self.inputs.arguments.get(name)
+            is_whole = isinstance(given, Tensor) and not given.is_floating_point() and given.dtype != torch.bool
+            if not isinstance(given, Tensor) or not is_whole or not 1 <= given.ndim <= 3:
+                continue
+            if name in _PLACES and _start_of(given, rows[1]) is not None:
+                continue  # then padding has places too
+            positions = given[None] if given.ndim == 1 else given.mT if self.is_given_turned else given
+            if positions.shape[-2:] in ((1, rows[1]), rows):
+                return positions
+        return None
+
     def _starts(self, rows: tuple[int, int], device: torch.device) -> Tensor | None:
         """(rows, tokens per row) bool: the tokens at position 0, by the caller's positions; None without them."""
-        positions = self.inputs.arguments.get("decoder_position_ids" if self._is_decoder else "position_ids")
-        if not isinstance(positions, Tensor) or positions.is_floating_point() or not 1 <= positions.ndim <= 3:
-            return None
-        if self.inputs.has_decoder and not self._is_decoder:
+        positions = self._positions(rows)
+        if positions is None:
             return None
         starts = (positions == 0).to(device)
-        starts = starts.all(0) if starts.ndim == 3 else starts  # time, height and width
-        starts = starts[None] if starts.ndim == 1 else starts
-        return starts.expand(rows) if starts.shape in ((1, rows[1]), rows) else None
+        return (starts.all(0) if starts.ndim == 3 else starts).expand(rows)  # time, height and width
+
+    def _is_offset(self, rows: tuple[int, int]) -> bool:
+        """True if the caller's positions of a row's tokens begin beside 0, and no cache holds what is before."""
+        positions = self._positions(rows)
+        if positions is None or positions.ndim > 2 or self._is_cached:
+            return False
+        mask = self._mask(rows)
+        if isinstance(mask, Tensor) and mask.shape == rows:  # padding has a position of its own
+            positions = positions.to(mask.device).expand(rows).masked_fill(mask == 0, torch.iinfo(positions.dtype).max)
+        least = positions.amin(1)
+        return bool(torch.stack([least == offset for offset in OFFSETS]).any())
 
     def _mask(self, rows: tuple[int, int]) -> Any:
         """The caller's mask; one of queries and keys as whether each token sees itself."""
@@ -813,14 +863,16 @@ class Call:
             return mask
         seen = letting_through(mask) != 0
         seen = seen.any(1) if seen.ndim == 4 else seen
-        seen = seen[:, :, self.past : self.past + rows[1]]
+        past = self._past(rows[1])
+        seen = seen[:, :, past : past + rows[1]]
         fits = all(n in (1, row) for n, row in zip(seen.shape, rows, strict=False)) and seen.shape[2] == rows[1]
         return seen.expand(*rows, rows[1]).diagonal(dim1=1, dim2=2) if fits else mask
 
     def _row_masks(self, device: torch.device, layout: Layout, names: Sequence[str]) -> Tensor:
         """(names, rows, tokens per row): `token_masks` of a layout."""
         mask, starts = self._mask(layout.rows), self._starts(layout.rows, device)
-        masks = token_masks(mask, layout.rows, device, names, self._is_cached, self.past, starts)
+        past = self._past(layout.rows[1])
+        masks = token_masks(mask, layout.rows, device, names, self._is_cached or past > 0, past, starts)
         masks = masks.view(len(names), *layout.rows)
         if not layout.is_told and not bool(masks[0].all()):
             raise NormlabError(
@@ -838,14 +890,19 @@ class Call:
         """The reason that the first token of a row is not known; "" where it is."""
         if self.is_untold:
             return UNTOLD
-        if not layout.is_told:
+        if not layout.is_told or (self.is_given_turned is None and self._positions(layout.rows) is not None):
             return (
                 "whether the blocks hold (batch, length) or (length, batch) cannot be told: give the tokens or a mask "
                 "by name, in batches with another number of rows than of tokens"
             )
         if not layout.has_first:
             return f"blocks run on {layout.rows[1]} tokens of a longer row, and do not tell whether on its first"
-        if starts is None and not self.inputs.knows_past:
+        if self._is_offset(layout.rows):
+            return (
+                "the positions given do not begin at 0, and do not tell whether the tokens are the first of their row: "
+                "call without them, or count from 0"
+            )
+        if starts is None and not self.inputs.knows_past and self._start(layout.rows[1]) is None:
             return "the cache does not say how many tokens it holds: give it __len__, or call with position_ids"
         return ""
 
@@ -902,15 +959,14 @@ class Call:
         """
         layout = self.layout(tokens)
         mask, (batch, length) = self._mask(layout.rows), layout.rows
-        given = self.inputs.arguments.get("position_ids")
-        has_given = given is not None and self._starts(layout.rows, device) is not None
-        if given is not None and has_given and given.ndim <= 2:
+        given, past = self._positions(layout.rows), self._past(length)
+        if given is not None and given.ndim == 2:
             order, limit = given.to(device).expand(batch, length), int(given.max()) + 1
         elif isinstance(mask, Tensor):
             order, limit = ((mask.to(device) != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:], mask.shape[1]
         else:
-            order = (self.past + torch.arange(length, device=device)).expand(batch, length)
-            limit = self.past + length
+            order = (past + torch.arange(length, device=device)).expand(batch, length)
+            limit = past + length
         return layout.by_tokens(order[None])[0], limit
 
     # -- the end of the call -----------------------------------------------------------------------------------------

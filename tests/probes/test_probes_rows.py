@@ -2,6 +2,7 @@
 do not begin with 0. What cannot be told is not counted as if it could."""
 
 import contextlib
+from itertools import accumulate
 
 import pytest
 import torch
@@ -491,6 +492,61 @@ def test_a_first_token_is_one_at_position_0_where_the_caller_gives_positions(way
     peaks = kept.abs().amax(0)
     found = values(rec.stats())["block_out", 0, "massive_activation_ratio", "no_first"]
     assert found == pytest.approx(float(peaks.max() / peaks.double().median()), rel=1e-5)
+
+
+class Keeping(Text):
+    """A model that keeps its cache itself, and is told where a call goes on."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **where):
+        return super().forward(input_ids, attention_mask)
+
+
+PLACES = {
+    "a number": lambda at, ids: at,
+    "a tensor's number": lambda at, ids: torch.tensor(at),
+    "a list of one": lambda at, ids: torch.tensor([at]),
+    "of one row": lambda at, ids: at + torch.arange(ids.shape[1]),
+    "of all rows": lambda at, ids: (at + torch.arange(ids.shape[1])).expand(ids.shape),
+}
+
+
+@pytest.mark.parametrize("way", PLACES)
+@pytest.mark.parametrize("name", ["input_pos", "start_pos", "cache_position", "positions"])
+def test_a_call_that_goes_on_has_no_first_token(name, way):
+    if (name, way) == ("positions", "a list of one"):
+        return
+    model, ids, lengths = Keeping(), torch.randint(1, 20, (ROWS, 12)), [5, 5, 1, 1]
+    with record(model, SIZE) as rec, torch.no_grad():
+        for at, chunk in zip(accumulate([0, *lengths]), ids.split(lengths, 1), strict=False):
+            model(chunk, **{name: PLACES[way](at, chunk)})
+    found, vectors = values(rec.stats()), model.embed(ids)
+    assert found["block_out", 0, "token_l2_mean", "no_first"] == size(vectors[:, 1:])
+    assert found["block_out", 0, "token_l2_mean", "all"] == size(vectors) and not rec.absent
+
+
+def test_the_first_token_of_a_padded_row_is_not_its_first_place_in_a_cache():
+    model, ids, mask = Keeping(), padded(), (~PADDING).long()
+    places = torch.arange(LENGTH)
+    assert sizes(model, ids, mask, cache_position=places)[0] == expected(model.embed(ids))
+    later = torch.cat([mask, torch.ones(ROWS, 1, dtype=torch.long)], 1)
+    with record(model, SIZE) as rec, torch.no_grad():
+        model(ids, mask, input_pos=places)
+        model(IDS[:, :1], later, input_pos=torch.tensor([LENGTH]))
+    kept = torch.cat([model.embed(ids)[~PADDING & ~FIRST], model.embed(IDS[:, 0])])
+    assert values(rec.stats())["block_out", 0, "token_l2_mean", "no_first"] == size(kept)
+
+
+@pytest.mark.parametrize("begin", [1, 2])
+def test_positions_that_begin_beside_0_do_not_tell_the_first_token(begin):
+    model, ids = Keeping(), padded(padding=torch.zeros_like(PADDING))
+    for positions in (begin + torch.arange(LENGTH), (begin + torch.arange(LENGTH)).expand(ROWS, -1)):
+        found, absent = sizes(model, ids, position_ids=positions)
+        assert found == [size(model.embed(ids)), None] and "do not begin at 0" in absent["mask no_first"]
+    roberta = ((~PADDING).long().cumsum(1) + 1).masked_fill(PADDING, 1)
+    found, absent = sizes(model, padded(), (~PADDING).long(), position_ids=roberta)
+    assert found == [size(model.embed(padded())[~PADDING]), None] and "do not begin at 0" in absent["mask no_first"]
+    left = ((~PADDING).long().cumsum(1) - 1).masked_fill(PADDING, 1)
+    assert sizes(model, padded(), (~PADDING).long(), position_ids=left)[0] == expected(model.embed(padded()))
 
 
 class Crossing(PreLN):
