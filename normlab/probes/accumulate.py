@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -214,7 +215,8 @@ class Measurer:
         if "activation" in self.kinds:
             call.stage("activation", where, self._token_statistics(call, x), x.shape)
         if "coordinate" in self.kinds and not isinstance(where, NormRead):
-            self._stage_array(call, "coordinate_peak", where, x)
+            kept = x.detach().clone() if call.awaits_attention else x  # which the block may write into
+            call.once_rows_are_told(partial(self._stage_array, call, "coordinate_peak", where, kept))
 
     def _token_statistics(self, call: Call, x: Tensor) -> Tensor:
         """The statistics of x, computed once for a block's output that is also a norm's input."""
@@ -314,14 +316,19 @@ class Measurer:
             if ms is not None and "carried" in self.kinds:
                 ratio = statistics.carried_ratio(view, ms)
                 call.stage("carried", read, ratio, (*tokens, 1))
-                if (masks := call.masks(x.device, tokens)) is not None:
-                    positions, length = call.positions(x.device, tokens)
-                    tables = [statistics.by_position(ratio[0], positions, mask, length) for mask in masks]
-                    call.stage("carried_position", read, torch.stack(tables), (*tokens, 1))
+                call.once_rows_are_told(partial(self._stage_by_position, call, read, ratio[0], tokens))
             if norm is not None and "tanh" in self.kinds:
                 call.stage("tanh", read, statistics.tanh_statistics(norm, view, ms), view.shape)
             if norm is not None and "bounded" in self.kinds and hasattr(norm, "lam") and hasattr(norm, "kappa"):
                 call.stage("bounded", read, statistics.bound_statistics(norm, view, ms), view.shape)
+
+    @staticmethod
+    def _stage_by_position(call: Call, read: NormRead, ratio: Tensor, tokens: tuple[int, ...]) -> None:
+        """Stage a ratio of each token by its position."""
+        if (masks := call.masks(ratio.device, tokens)) is not None:
+            positions, length = call.positions(ratio.device, tokens)
+            tables = [statistics.by_position(ratio, positions, mask, length) for mask in masks]
+            call.stage("carried_position", read, torch.stack(tables), (*tokens, 1))
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -434,9 +441,17 @@ class Measurer:
             return
         trace.has_experts = True
         trace.call.absent.pop(f"{what} {trace.layer}", None)
-        if (masks := trace.call.masks(chosen.device, tokens)) is not None:
-            counts = [statistics.expert_counts(chosen, mask, routing.experts) for mask in masks]
-            trace.call.stage("expert_counts", ("mlp", trace.layer), torch.stack(counts), (*tokens, 1))
+        place = ("mlp", trace.layer)
+        trace.call.once_rows_are_told(
+            partial(self._stage_experts, trace.call, place, chosen.clone(), tokens, routing.experts)
+        )
+
+    @staticmethod
+    def _stage_experts(call: Call, place: Place, chosen: Tensor, tokens: tuple[int, ...], experts: int) -> None:
+        """Stage how many tokens took each expert."""
+        if (masks := call.masks(chosen.device, tokens)) is not None:
+            counts = [statistics.expert_counts(chosen, mask, experts) for mask in masks]
+            call.stage("expert_counts", place, torch.stack(counts), (*tokens, 1))
 
     def streams(self, trace: BlockTrace, state: Tensor, rule: nn.Module, kind: str) -> None:
         """Measure the streams that a rule is about to mix."""
@@ -453,19 +468,20 @@ class Measurer:
             if watch.why or watch.calls or trace.block.attention is not None:
                 call.absent[f"attention {trace.layer}"] = watch.why or watch.unfit()
             return
-        shape = (*found.shape, 1)
+        as_held = call.by_row_as_held
+        shape = (*as_held(found.scores[:, 0, :, 0]).shape, 1)
         if "sink" in self.kinds and found.beside is not None and not found.no_sink:
-            call.stage("sink", place, found.beside.mean(1).reshape(1, -1), shape)
+            call.stage("sink", place, as_held(found.beside.mean(1)).reshape(1, -1), shape)
         elif "sink" in self.kinds and found.no_sink != statistics.NO_SINK:  # then the metric does not apply
             call.absent[f"sink_share {trace.layer}"] = found.no_sink
         if "attention" not in self.kinds:
             return
         if found.knows_size:
-            call.stage("attention", place, found.scores[..., 0].amax(1).reshape(1, -1), shape)
+            call.stage("attention", place, as_held(found.scores[..., 0].amax(1)).reshape(1, -1), shape)
         else:
             reason = "of the scores only their distance from a row's maximum was seen"
             call.absent[f"attention_logit_max {trace.layer}"] = reason
-        call.stage("entropy", place, found.scores[..., 1].mean(1).reshape(1, -1), shape)
+        call.stage("entropy", place, as_held(found.scores[..., 1].mean(1)).reshape(1, -1), shape)
 
     def _stage_array(self, call: Call, statistic: str, place: Place, x: Tensor) -> None:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""

@@ -21,7 +21,15 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
-from normlab.probes.forward_call import IGNORED_LABEL, TokenMask, given_mask, labels_averaged, loss_and_logits
+from normlab.probes.forward_call import (
+    IGNORED_LABEL,
+    UNTOLD,
+    TokenMask,
+    given_mask,
+    labels_averaged,
+    loss_and_logits,
+    mask_by_row,
+)
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import are_turned, is_turned, token_masks
 from normlab.probes.passes import (
@@ -108,6 +116,8 @@ class Runner:
         self._shifted: bool | None = None  # None until it has been found out
         self._mask_name: str | None = "attention_mask"
         self._turned: bool | None = None  # the stream is (length, batch, width); None until it has been seen
+        self._is_given_turned: bool | None = False  # the batches are (length, batch); None where that cannot be told
+        self._is_untold = False  # whether the stream and the batches are
         self._own_names: dict[str, str] = {}  # the batch's, of what inner modules are handed under known ones
 
     def __iter__(self) -> Iterator[Batch]:
@@ -120,7 +130,8 @@ class Runner:
             labels = moved.get("labels")
             if isinstance(labels, Tensor) and not labels.is_floating_point():
                 moved["labels"] = labels.long()  # as cross-entropy takes them
-            if seen == 0 and (moved.keys() - _OF_TEXT or self._coder is not None):
+            has_attention = are_turned(self.sites.blocks[0].module) is not None  # which tells how rows are held
+            if seen == 0 and (moved.keys() - _OF_TEXT or self._coder is not None or has_attention):
                 self._find_names(moved)
             seen += 1
             yield moved
@@ -128,7 +139,8 @@ class Runner:
             raise NormlabError("there is no batch to run: give at least one dict of the model's arguments")
 
     def _find_names(self, batch: Batch) -> None:
-        """Find out which of a batch's tensors are the tokens and their mask, by the names that inner modules have."""
+        """Find out which of a batch's tensors are the tokens and their mask, by the names that inner modules have, and
+        whether they are (length, batch), by PyTorch's attention."""
         with torch.no_grad(), record(self.sites, ["rms"], masks=["all"]) as recorder:
             self.run(batch)
         call = recorder.latest
@@ -137,6 +149,7 @@ class Runner:
         with suppress(NormlabError):  # what cannot be recorded is said where it is needed
             recorder.stats()  # which counts the tokens
         self._mask_name = call.mask_name
+        self._turned, self._is_given_turned, self._is_untold = call.length_first, call.is_given_turned, call.is_untold
         for known, x in call.inputs.arguments.items():
             own = next((name for name, value in batch.items() if value is x and isinstance(x, Tensor)), known)
             if known not in batch and own != known:
@@ -163,25 +176,46 @@ class Runner:
             return called(self.model, inputs | self._options)
 
     def logits(self, batch: Batch) -> Tensor:
-        """The model's logits.
+        """The model's logits, (batch, length, vocabulary).
 
         Raises:
             NormlabError: it returned none.
         """
         out = self.run(batch)
-        logits = getattr(out, "logits", out)
+        logits = self._by_row(getattr(out, "logits", out))
         if not isinstance(logits, Tensor):
             raise NormlabError(
                 f"the model returned {type(out).__name__} without logits: give a model with a language-model head"
             )
         return logits
 
+    def _by_row(self, x: Any) -> Any:
+        """What the model is given or returns, (batch, length, ...)."""
+        return x.transpose(0, 1) if self._is_given_turned and isinstance(x, Tensor) and x.ndim > 1 else x
+
+    def _mask(self, name: TokenMask, batch: Batch, rows: Sequence[int]) -> Any:
+        """The mask of a batch's tokens, (batch, length) `rows`."""
+        mask = given_mask(name, batch)
+        turns = self._is_given_turned is not False and isinstance(mask, Tensor) and mask.ndim == 2
+        return mask_by_row(mask, rows, name) if turns else mask
+
     def labels(self, batch: Batch) -> Tensor:
-        """The label of each position's prediction, -100 = none. Without `labels`, each token's successor.
+        """(batch, length): the label of each position's prediction, -100 = none. Without `labels`, each token's
+        successor.
 
         Neither padding nor what it predicts counts then.
+
+        Raises:
+            NormlabError: there is none, or whether they are (length, batch) cannot be told.
         """
-        labels = batch.get("labels")
+        if self._is_untold:
+            raise NormlabError(UNTOLD)
+        if self._turned and self._is_given_turned is None:
+            raise NormlabError(
+                "there are as many rows as tokens in a row, and whether the batches are (batch, length) or (length, "
+                "batch) cannot be told: give first a batch of another size"
+            )
+        labels = self._by_row(batch.get("labels"))
         if labels is not None:
             wrong = labels[(labels < 0) & (labels != IGNORED_LABEL)]
             if len(wrong) and not labels.is_floating_point():
@@ -189,10 +223,11 @@ class Runner:
             return _successors(labels) if self._labels_are_shifted(batch) and labels.ndim == 2 else labels
         batch = self._known(batch)
         prefix = "decoder_" if "decoder_input_ids" in batch else ""
-        labels = batch.get(f"{prefix}input_ids", batch.get("input"))
+        labels = self._by_row(batch.get(f"{prefix}input_ids", batch.get("input")))
         if labels is None:
             raise NormlabError("a batch has neither labels nor input_ids: the loss needs one of them")
-        mask, labels = given_mask(self._mask_of_labels or f"{prefix}attention_mask", batch), labels.long()
+        mask = self._mask(self._mask_of_labels or f"{prefix}attention_mask", batch, labels.shape)
+        labels = labels.long()
         if mask is not None:
             labels = labels.masked_fill(mask == 0, IGNORED_LABEL)
         labels = _successors(labels)
@@ -210,7 +245,7 @@ class Runner:
         Found once, by comparing its loss with its logits, on the first batch of which both tell. Labels at the first
         position alone tell of a loss of the same token: to the other it is nothing, or no number.
         """
-        labels = batch["labels"]
+        labels = self._by_row(batch["labels"])
         if self._shifted is not None or not bool((labels != IGNORED_LABEL).any()):
             return self._shifted is not False
         try:
@@ -223,8 +258,8 @@ class Runner:
         is_empty = labels.ndim == 2 and not bool((labels[:, 1:] != IGNORED_LABEL).any())  # if labels are shifted
         if not bool(loss.isfinite()) or (is_empty and float(loss) == 0):
             return True
-        mask = given_mask(self._mask_of_labels or "attention_mask", self._known(batch))
-        averaged = labels_averaged(loss, logits, labels, mask)
+        mask = self._mask(self._mask_of_labels or "attention_mask", self._known(batch), labels.shape)
+        averaged = labels_averaged(loss, self._by_row(logits), labels, mask)
         if averaged is None:
             raise NormlabError(
                 "the returned loss and logits do not tell whether labels are shifted: leave out `labels` to "
@@ -249,8 +284,10 @@ class Runner:
         """(batch, length) bool: the tokens of a stream x that count, by the mask of this stack.
 
         Raises:
-            NormlabError: the stream is (length, batch, width).
+            NormlabError: the stream is (length, batch, width), or may be.
         """
+        if self._is_untold:
+            raise NormlabError(UNTOLD)
         if self._turned is None:
             self._turned = self._holds_length_first(batch, x)
         if self._turned:
@@ -258,7 +295,7 @@ class Runner:
                 "the blocks hold (length, batch, width): this compares tokens by row, and needs (batch, length, width)"
             )
         tokens = tuple(x.shape[:-1])
-        given = given_mask(self.sites.mask or self._mask_name, self._known(batch))
+        given = self._mask(self.sites.mask or self._mask_name, self._known(batch), tokens)
         return token_masks(given, tokens, self.device, [mask], cached=False)[0].reshape(tokens)
 
     def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:

@@ -22,6 +22,7 @@ from normlab.probes.layout import (
     Layout,
     Refusal,
     is_activation,
+    is_read_turned,
     is_turned,
     letting_through,
     own_layout,
@@ -57,7 +58,15 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 _OF_FIRST = (
     "the model runs its blocks on several texts in one call, and the mask may be of the first: call it once for each"
 )
+UNTOLD = (
+    "PyTorch's attention takes (length, batch), and what it reads does not tell whether the tokens are that or (batch, "
+    "length): give it batch_first=True and (batch, length)"
+)
 _CACHES = ("cache", "past_key_values", "cache_params", "past_kv_cache", "mems", "state", "past_buckets_states")
+
+_POSITIONS = ("position_ids", "positions")  # in a text, padding left out
+_PLACES = ("input_pos", "start_pos", "cache_position")  # in a cache, which the model may keep itself
+OFFSETS = (1, 2)  # where positions begin that count from the padding's, as RoBERTa's; a later part begins further on
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
@@ -244,6 +253,16 @@ def _cached_tokens(cache: Any) -> int | None:
         return int(cache.has_previous_state())
 
 
+def _start_of(places: Any, length: int) -> int | None:
+    """Where a call of `length` tokens goes on, by the place of the first in a cache, or of all; None if unclear."""
+    if isinstance(places, Tensor) and not (places.is_floating_point() or places.dtype == torch.bool):
+        if places.numel() == 1:
+            return int(places)
+        at = places[0] if places.ndim == 2 and len(places) == 1 else places
+        return int(at[0]) if at.shape == (length,) and bool((at.diff() == 1).all()) else None
+    return places if isinstance(places, int) and not isinstance(places, bool) else None
+
+
 def given_mask(mask: TokenMask, arguments: Mapping[str, Any]) -> Any:
     """The mask of a call's tokens, non-zero = a token: an argument by name, or what a function makes of them all."""
     if callable(mask):
@@ -255,6 +274,21 @@ def given_mask(mask: TokenMask, arguments: Mapping[str, Any]) -> Any:
         value = value == 0
         return value[None] if value.ndim == 1 else value
     return letting_through(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def mask_by_row(mask: Tensor, rows: Sequence[int], name: TokenMask) -> Tensor:
+    """A call's mask as (batch, length) `rows`, where the tokens are (length, batch), or may be. PyTorch's is so always.
+
+    Raises `NormlabError` where padding cannot be told.
+    """
+    if callable(name) or name in _MASKS_PADDING or rows[0] != rows[1]:
+        return mask.mT if mask.shape == (rows[1], rows[0]) != (rows[0], rows[1]) else mask
+    if not bool((mask != 0).all()):
+        raise NormlabError(
+            f"there are as many rows as tokens in a row, {rows[0]}, and whether the mask is (batch, length) or "
+            "(length, batch) cannot be told: give batches of another size"
+        )
+    return mask
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -554,7 +588,13 @@ class Call:
         self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why
         self._masks: dict[tuple[torch.device, tuple[int, ...]], Tensor | None] = {}
+        self._held: tuple[int, ...] = ()  # the dimensions before the features of what the first block reads
         self._turned: bool | None = None  # the blocks hold (length, batch); None: they do not tell
+        self.length_first: bool | None = None  # so they do, as PyTorch's attention has shown; None: it has not
+        self.is_given_turned: bool | None = False  # the caller's tokens are (length, batch); None: they do not tell
+        self.is_untold = False  # attention takes (length, batch), and whether the blocks and the caller do is not known
+        self._awaited: Tensor | None = None  # what the first block reads, until its attention shows how it holds it
+        self._later: list[Callable[[], None]] = []  # what waits for that
         self.passes: dict[int, Any] = {}  # of several backward passes autograd's number, and what each is
         self._differentiated: set[Place] = set()
 
@@ -639,10 +679,24 @@ class Call:
         return given_mask(mask, self.inputs.arguments) if self.inputs.is_text else None
 
     @property
-    def past(self) -> int:
-        """Tokens of this stack that the cache held before the call."""
-        is_encoder = self.inputs.has_decoder and not self.crosses
-        return 0 if is_encoder or not self.inputs.is_text else self.inputs.past
+    def _is_encoder(self) -> bool:
+        return self.inputs.has_decoder and not self.crosses
+
+    def _start(self, length: int) -> int | None:
+        """Where the call's tokens go on, by their places in a cache that the model keeps itself; None if not given."""
+        if self._is_encoder or not self.inputs.is_text:
+            return None
+        given = self.inputs.arguments
+        places = [given.get(name) for name in _PLACES]
+        places += [x for name in _POSITIONS if getattr(x := given.get(name), "ndim", 0) == 0]  # of one number
+        starts = (_start_of(one, length) for one in places)
+        return next((start for start in starts if start is not None), None)
+
+    def _past(self, length: int) -> int:
+        """Tokens of this stack before the call: those that the cache held, or before the place where it goes on."""
+        if self._is_encoder or not self.inputs.is_text:
+            return 0
+        return self.inputs.past or self._start(length) or 0
 
     @property
     def _is_cached(self) -> bool:
@@ -667,32 +721,99 @@ class Call:
         if like is None:
             return []
         several = like.ndim > 2 and not like.is_floating_point()  # choices per row, or codes per token
-        rows = (like.shape[0], like.shape[1])
-        return [rows, (math.prod(like.shape[:-1]), like.shape[-1])] if several else [rows]
+        rows = [(like.shape[0], like.shape[1])]
+        return self._as_rows([*rows, (math.prod(like.shape[:-1]), like.shape[-1])] if several else rows)
+
+    def _as_rows(self, shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Shapes of the caller's tokens as (batch, length)."""
+        return [shape[::-1] if self.is_given_turned else shape for shape in shapes]
+
+    def _likely_tokens(self) -> list[Tensor]:
+        """The caller's whole numbers under other names, which may be tokens."""
+        values = self.inputs.arguments.values() if self.inputs.is_text else ()
+        return [x for x in values if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in (torch.int32, torch.int64)]
 
     def _likely_rows(self) -> list[tuple[int, int]]:
-        """Shapes of the caller's whole numbers under other names, which may be tokens."""
-        values = self.inputs.arguments.values() if self.inputs.is_text else ()
-        whole = (x for x in values if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in (torch.int32, torch.int64))
-        return [(x.shape[0], x.shape[1]) for x in whole]
+        """Shapes of the caller's whole numbers under other names."""
+        return self._as_rows((x.shape[0], x.shape[1]) for x in self._likely_tokens())
 
-    def find_rows(self, x: Tensor, is_turned_by_attention: bool | None) -> None:
-        """Find out whether the first block, which reads `x`, holds (length, batch): by its tokens, or by its attention.
+    def find_rows(self, x: Tensor, by_attention: bool | None, length_first: bool | None, rearranges: bool) -> None:
+        """Find out whether the first block, which reads `x`, holds (length, batch), and whether the caller does.
 
-        The tokens tell it by their values, where there are as many rows as tokens in a row. A block may turn what its
-        attention reads.
+        Attention tells the block's, where it reads the stream as the block does, or turned. The tokens tell whether the
+        caller's is the same: by their shape, or by their values where there are as many rows as tokens in a row.
+
+        Args:
+            x: what the block reads.
+            by_attention: PyTorch's attention in the block takes (length, batch); None without one.
+            length_first: the block holds (length, batch), as its attention has shown; None: it has not yet.
+            rearranges: it has read other rows, so that it does not tell.
         """
-        self._turned, tokens = is_turned_by_attention, self._tokens()
-        if tokens is not None and x.ndim == 3 and x.shape[:2] == tokens.shape[:2]:
-            told = is_turned(tokens, x) if x.shape[0] == x.shape[1] else False
-            self._turned = self._turned if told is None else told
+        self._held, self.length_first = tuple(x.shape[:-1]), length_first
+        self._turned, self.is_given_turned, self.is_untold = None, False, False
+        if x.ndim != 3:
+            return
+        known, likely = self._tokens(), self._likely_tokens()
+        texts = likely if known is None else [known]
+        tokens = next((ids for ids in texts if ids.shape[:2] in (x.shape[:2], x.shape[1::-1])), None)
+        is_same: bool | None = None  # the caller's tokens are in the order of the stream
+        if tokens is not None:
+            told = is_turned(tokens, x) if x.shape[0] == x.shape[1] else tokens.shape[:2] != x.shape[:2]
+            is_same = None if told is None else not told
+        self._turned = by_attention if length_first is None else length_first
+        if length_first is not None:
+            is_unknown = tokens is not None and is_same is None and length_first
+            self.is_given_turned = None if is_unknown else is_same is length_first
+        elif tokens is not None and by_attention and is_same is not False and not rearranges and max(x.shape[:-1]) > 1:
+            self._turned, self.is_untold = False if is_same else None, True
+        elif known is not None and tokens is known and is_same is not None and known.shape[:2] == x.shape[:2]:
+            self._turned = not is_same
+        if by_attention is not None and length_first is None and not rearranges:
+            self._awaited = x
+
+    @property
+    def awaits_attention(self) -> bool:
+        """True while the first block runs, and its attention has yet to show how it holds its rows."""
+        return self._awaited is not None
+
+    def attention_reads(self, x: Tensor, takes_length_first: bool) -> tuple[bool | None, bool]:
+        """Take what the first block's attention reads: whether the block holds (length, batch), None if that is not
+        told; and whether the attention reads other rows than the block."""
+        stream = self._awaited
+        if stream is None:
+            return None, False
+        rearranges = x.ndim != 3 or x.shape[:2] not in (stream.shape[:2], stream.shape[1::-1])
+        turned = None if rearranges else is_read_turned(stream, x)
+        length_first = None if turned is None else takes_length_first != turned
+        self.find_rows(stream, takes_length_first, length_first, rearranges)
+        self.rows_are_told()
+        return length_first, rearranges
+
+    def rows_are_told(self) -> None:
+        """No attention will tell more of the rows: do what waits for it."""
+        self._awaited, later = None, self._later
+        self._later = []
+        for act in later:
+            act()
+
+    def once_rows_are_told(self, act: Callable[[], None]) -> None:
+        """Do what depends on which tokens count: now, or once the first block's attention has run."""
+        if self._awaited is None:
+            act()
+        else:
+            self._later.append(act)
+
+    def by_row_as_held(self, values: Tensor) -> Tensor:
+        """(batch, length) values of tokens in the order in which the blocks hold them."""
+        return values.mT if self._turned else values
 
     def layout(self, tokens: Sequence[int]) -> Layout:
         """Find the layout of an activation's tokens. Raises `NormlabError` if the model adds positions to them."""
         choices = self.caller_rows()
         for rows in self.possible_rows():
             if (layout := row_layout(tokens, rows, self._turned)) is not None:
-                return layout
+                is_flat = layout.shape != tuple(tokens)
+                return Layout(rows[::-1], 1, 0) if is_flat and self._turned and self._held == rows[::-1] else layout
         by_shape = own_layout(tokens, self._turned if self.inputs.is_text else False)
         # An image, sound or features would add positions of their kind.
         others = ((n, v) for n, v in self.inputs.arguments.items() if not n.endswith("inputs_embeds"))
@@ -717,33 +838,59 @@ class Call:
         selects = by_shape.rows[0] == batch and count < length and not self._is_cached
         return replace(by_shape, has_first=not selects)
 
+    def _positions(self, rows: tuple[int, int]) -> Tensor | None:
+        """The caller's positions of (rows, tokens per row), or of one row for all; three axes may be before it."""
+        names = ("decoder_position_ids",) if self._is_decoder else (*_POSITIONS, *_PLACES)
+        for name in () if self._is_encoder else names:
+            given = self.inputs.arguments.get(name)
+            is_whole = isinstance(given, Tensor) and not given.is_floating_point() and given.dtype != torch.bool
+            if not isinstance(given, Tensor) or not is_whole or not 1 <= given.ndim <= 3:
+                continue
+            if name in _PLACES and _start_of(given, rows[1]) is not None:
+                continue  # then padding has places too
+            positions = given[None] if given.ndim == 1 else given.mT if self.is_given_turned else given
+            if positions.shape[-2:] in ((1, rows[1]), rows):
+                return positions
+        return None
+
     def _starts(self, rows: tuple[int, int], device: torch.device) -> Tensor | None:
         """(rows, tokens per row) bool: the tokens at position 0, by the caller's positions; None without them."""
-        positions = self.inputs.arguments.get("decoder_position_ids" if self._is_decoder else "position_ids")
-        if not isinstance(positions, Tensor) or positions.is_floating_point() or not 1 <= positions.ndim <= 3:
-            return None
-        if self.inputs.has_decoder and not self._is_decoder:
+        positions = self._positions(rows)
+        if positions is None:
             return None
         starts = (positions == 0).to(device)
-        starts = starts.all(0) if starts.ndim == 3 else starts  # time, height and width
-        starts = starts[None] if starts.ndim == 1 else starts
-        return starts.expand(rows) if starts.shape in ((1, rows[1]), rows) else None
+        return (starts.all(0) if starts.ndim == 3 else starts).expand(rows)  # time, height and width
+
+    def _is_offset(self, rows: tuple[int, int]) -> bool:
+        """True if the caller's positions of a row's tokens begin beside 0, and no cache holds what is before."""
+        positions = self._positions(rows)
+        if positions is None or positions.ndim > 2 or self._is_cached:
+            return False
+        mask = self._mask(rows)
+        if isinstance(mask, Tensor) and mask.shape == rows:  # padding has a position of its own
+            positions = positions.to(mask.device).expand(rows).masked_fill(mask == 0, torch.iinfo(positions.dtype).max)
+        least = positions.amin(1)
+        return bool(torch.stack([least == offset for offset in OFFSETS]).any())
 
     def _mask(self, rows: tuple[int, int]) -> Any:
         """The caller's mask; one of queries and keys as whether each token sees itself."""
         mask = self.attention_mask
+        if isinstance(mask, Tensor) and mask.ndim == 2 and self.is_given_turned is not False:
+            return mask_by_row(mask, rows, self.inputs.mask if callable(self.inputs.mask) else self.mask_name)
         if not isinstance(mask, Tensor) or mask.ndim not in (3, 4):
             return mask
         seen = letting_through(mask) != 0
         seen = seen.any(1) if seen.ndim == 4 else seen
-        seen = seen[:, :, self.past : self.past + rows[1]]
+        past = self._past(rows[1])
+        seen = seen[:, :, past : past + rows[1]]
         fits = all(n in (1, row) for n, row in zip(seen.shape, rows, strict=False)) and seen.shape[2] == rows[1]
         return seen.expand(*rows, rows[1]).diagonal(dim1=1, dim2=2) if fits else mask
 
     def _row_masks(self, device: torch.device, layout: Layout, names: Sequence[str]) -> Tensor:
         """(names, rows, tokens per row): `token_masks` of a layout."""
         mask, starts = self._mask(layout.rows), self._starts(layout.rows, device)
-        masks = token_masks(mask, layout.rows, device, names, self._is_cached, self.past, starts)
+        past = self._past(layout.rows[1])
+        masks = token_masks(mask, layout.rows, device, names, self._is_cached or past > 0, past, starts)
         masks = masks.view(len(names), *layout.rows)
         if not layout.is_told and not bool(masks[0].all()):
             raise NormlabError(
@@ -759,14 +906,21 @@ class Call:
 
     def _untold_firsts(self, layout: Layout, starts: Tensor | None) -> str:
         """The reason that the first token of a row is not known; "" where it is."""
-        if not layout.is_told:
+        if self.is_untold:
+            return UNTOLD
+        if not layout.is_told or (self.is_given_turned is None and self._positions(layout.rows) is not None):
             return (
                 "whether the blocks hold (batch, length) or (length, batch) cannot be told: give the tokens or a mask "
                 "by name, in batches with another number of rows than of tokens"
             )
         if not layout.has_first:
             return f"blocks run on {layout.rows[1]} tokens of a longer row, and do not tell whether on its first"
-        if starts is None and not self.inputs.knows_past:
+        if self._is_offset(layout.rows):
+            return (
+                "the positions given do not begin at 0, and do not tell whether the tokens are the first of their row: "
+                "call without them, or count from 0"
+            )
+        if starts is None and not self.inputs.knows_past and self._start(layout.rows[1]) is None:
             return "the cache does not say how many tokens it holds: give it __len__, or call with position_ids"
         return ""
 
@@ -823,15 +977,14 @@ class Call:
         """
         layout = self.layout(tokens)
         mask, (batch, length) = self._mask(layout.rows), layout.rows
-        given = self.inputs.arguments.get("position_ids")
-        has_given = given is not None and self._starts(layout.rows, device) is not None
-        if given is not None and has_given and given.ndim <= 2:
+        given, past = self._positions(layout.rows), self._past(length)
+        if given is not None and given.ndim == 2:
             order, limit = given.to(device).expand(batch, length), int(given.max()) + 1
         elif isinstance(mask, Tensor):
             order, limit = ((mask.to(device) != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:], mask.shape[1]
         else:
-            order = (self.past + torch.arange(length, device=device)).expand(batch, length)
-            limit = self.past + length
+            order = (past + torch.arange(length, device=device)).expand(batch, length)
+            limit = past + length
         return layout.by_tokens(order[None])[0], limit
 
     # -- the end of the call -----------------------------------------------------------------------------------------
@@ -858,6 +1011,6 @@ class Call:
 
     def close(self) -> None:
         """Let go of every activation."""
-        self.running = self.last = self.measured = self.out = self.node = None
-        self.final, self.views, self.hooked = [], [], {}
+        self.running = self.last = self.measured = self.out = self.node = self._awaited = None
+        self.final, self.views, self.hooked, self._later = [], [], {}, []
         self.go_on()

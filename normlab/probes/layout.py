@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from normlab.errors import NormlabError
 from normlab.probes.metrics import MASKS
@@ -271,6 +272,19 @@ def is_turned(tokens: Tensor, x: Tensor) -> bool | None:
     if straight <= turned / 2 and turned > 0:
         return False
     return True if turned <= straight / 2 and straight > 0 else None
+
+
+@torch.no_grad()
+def is_read_turned(x: Tensor, read: Tensor) -> bool | None:
+    """True if `read`, made of the stream `x`, holds its rows and tokens turned, False if as they are; None if unknown.
+
+    Where there are as many rows as tokens, their vectors tell it. A norm between changes their length only.
+    """
+    if x.shape[0] != x.shape[1]:
+        return read.shape[:2] != x.shape[:2]
+    few = min(len(x), COMPARED)
+    a, b = (y.detach()[:few, :few].float() for y in (x, read.to(x.device)))
+    return is_turned(*(functional.normalize(y - y.mean(-1, keepdim=True), dim=-1) for y in (a, b)))
 
 
 def own_layout(tokens: Sequence[int], is_turned: bool | None = None) -> Layout:

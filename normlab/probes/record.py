@@ -223,6 +223,8 @@ class Recorder:
                         every = lambda args, kwargs: [*args, *kwargs.values()]  # noqa: E731
                         self._read(block, module, measurer.experts, routing, find=every)
                         self._returned(block, module, measurer.experts, routing, find=lambda output: output)
+            for attention in (m for m in block.module.modules() if isinstance(m, nn.MultiheadAttention)):
+                self._read(block, attention, self._attention_reads, attention)
             for kind, rule in mixers_of(block.module) if "streams" in kinds else ():
                 self._read(block, rule, measurer.streams, rule, kind, find=lambda args, kwargs: args[0])
         for norm in self.sites.outer_norms:
@@ -472,7 +474,7 @@ class Recorder:
         given = (*args, *kwargs.values())
         run = call.begin_layer(module, block.layer, x, any(v.ndim == x.ndim == 3 for v in others(x, given)))
         if is_first:
-            call.find_rows(x, known.is_turned)
+            call.find_rows(x, known.is_turned, known.length_first, known.rearranges)
         if is_first and self._has_gradients:
             # `x` may be written to, and be another then; of a view autograd sees that in what it views.
             base = x._base if x._is_view() and x._base is not None and x._base.requires_grad else x
@@ -525,6 +527,7 @@ class Recorder:
         watch, call.running, self._local.trace = call.stop_watching(), None, None
         if output is None:
             return
+        call.rows_are_told()
         x = self._passed_on(block, args, kwargs, output)
         returned = others(x, outputs_of(output))
         beside = next((value for value in returned if value.shape == x.shape), None)
@@ -602,6 +605,13 @@ class Recorder:
             reason = "the block returns two tensors of the stream's shape, and what reads them does not tell the stream"
             call.absent |= {f"block_out {last.run.layer}": reason, f"block {last.run.layer}": reason}
         return is_sum
+
+    @staticmethod
+    def _attention_reads(trace: BlockTrace, x: Tensor, attention: nn.MultiheadAttention) -> None:
+        """Find out by what PyTorch's attention reads how the first block holds its rows."""
+        if trace.call.awaits_attention:
+            known = trace.known
+            known.length_first, known.rearranges = trace.call.attention_reads(x, not attention.batch_first)
 
     # -- inside a block ------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 do not begin with 0. What cannot be told is not counted as if it could."""
 
 import contextlib
+from itertools import accumulate
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ from probe_toys import WIDTH, PreLN, Stack, X, size
 from probe_zoo import near, tiny_llama, values
 from torch import nn
 
-from normlab import angular_distance, logit_lens_kl, observe, skip_future_effect
+from normlab import (
+    angular_distance,
+    attention_sinks,
+    logit_lens_kl,
+    massive_activations,
+    observe,
+    skip_future_effect,
+    skip_sensitivity,
+)
 from normlab.errors import NormlabError
 from normlab.probes import record, sites
 from normlab.probes.sites import stacks
@@ -273,6 +282,104 @@ def test_an_encoder_and_a_decoder_of_pytorch_have_each_its_own_mask():
     assert sizes(found["decoder.layers"], source, target, **masks)[0][0] == size(target[~late])
 
 
+# -- tokens that are (length, batch) -----------------------------------------------------------------------------------
+
+
+class Sequences(nn.Module):
+    """Tokens are (length, batch), as in PyTorch's tutorials; blocks take that, or (batch, length)."""
+
+    def __init__(self, batch_first=False, hides=False):
+        super().__init__()
+        self.embed, self.encoder = Text().embed, encoder(batch_first).eval()
+        self.batch_first, self.head = batch_first, nn.Linear(WIDTH, 24)
+        if hides:
+            for layer in self.encoder.layers:
+                layer._sa_block = lambda x, *_, **__: x
+
+    def forward(self, src, attention_mask=None, src_key_padding_mask=None):
+        h = self.embed(src)
+        h = h.transpose(0, 1) if self.batch_first else h
+        return self.head(self.encoder(h, src_key_padding_mask=src_key_padding_mask))
+
+
+class Named(Sequences):
+    def forward(self, input_ids, attention_mask=None, src_key_padding_mask=None):
+        return super().forward(input_ids, attention_mask, src_key_padding_mask)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", [Sequences, Named])
+@pytest.mark.parametrize("rows", [ROWS, LENGTH])
+def test_tokens_that_are_length_first_are_told_by_what_attention_reads(kind, batch_first, rows):
+    model = kind(batch_first).requires_grad_(False)
+    ids = torch.randint(1, 9, (LENGTH, rows), generator=torch.Generator().manual_seed(5))
+    ids[0], ids[2, 1] = 20, 20
+    with record(model, [*SIZE, "attention_entropy"]) as rec:
+        model(ids)
+        model(ids)  # the first call has told
+    found, vectors = values(rec.stats()), model.embed(ids)
+    assert rec.absent.keys() <= {"attention 1", "attention 2"}  # the fast path's
+    for name, kept in (("all", vectors.flatten(0, 1)), ("no_first", vectors[1:].flatten(0, 1))):
+        peaks = kept.abs().amax(0).double()
+        ratio = found["block_out", 0, "massive_activation_ratio", name]
+        assert found["block_out", 0, "token_l2_mean", name] == size(kept)
+        assert ratio == pytest.approx(float(peaks.max() / peaks.median()), rel=1e-5)
+    if not batch_first:
+        layer = model.encoder.layers[0]
+        h = layer.norm1(vectors)
+        weights = layer.self_attn(h, h, h, average_attn_weights=False)[1].double()  # (batch, heads, queries, keys)
+        entropy = torch.special.entr(weights).sum(-1)[:, :, 1:].mean()
+        assert found["attn", 1, "attention_entropy", "no_first"] == pytest.approx(float(entropy), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "src_key_padding_mask"])
+def test_padding_of_length_first_tokens_is_that_or_by_row_as_pytorchs(name):
+    model, ids = Named(), padded()
+    mask = (~PADDING).long().T if name == "attention_mask" else PADDING
+    found, absent = sizes(model, ids.T, **{name: mask})
+    assert found == expected(model.embed(ids)) and not absent
+    square, late = torch.cat([ids, ids.flip(0)]), torch.cat([PADDING, PADDING.flip(0)])
+    if name == "src_key_padding_mask":
+        firsts = (~late).long().cumsum(1) == 1
+        assert sizes(model, square.T, src_key_padding_mask=late)[0] == expected(model.embed(square), ~late, firsts)
+    else:
+        with pytest.raises(NormlabError, match="whether the mask is"):
+            sizes(model, square.T, attention_mask=(~late).long().T)
+
+
+def test_tokens_are_not_told_where_attention_that_takes_length_first_does_not_run():
+    model = Named(hides=True)
+    found, absent = sizes(model, IDS)
+    assert found == [size(model.embed(IDS)), None] and "batch_first=True" in absent["mask no_first"]
+    for experiment in (angular_distance, skip_sensitivity):
+        with pytest.raises(NormlabError, match="batch_first=True"):
+            experiment(model, [{"input_ids": IDS}], progress=False)
+
+
+@pytest.mark.parametrize("rows", [ROWS, LENGTH])
+def test_experiments_on_length_first_tokens_predict_along_the_length_or_refuse(rows):
+    model, ids = Named(), torch.randint(1, 9, (LENGTH, rows), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[4:, 0] = 0
+    with torch.no_grad():
+        logits = model(ids)
+    for given, counted in (({}, torch.ones_like(mask)), ({"attention_mask": mask}, mask)):
+        if rows == LENGTH and given:
+            continue
+        losses = nn.functional.cross_entropy(logits[:-1].flatten(0, 1), ids[1:].flatten(), reduction="none")
+        right = losses[counted[1:].flatten() > 0].mean()
+        for labels in ({}, {"labels": ids.masked_fill(counted == 0, -100)}):
+            table = skip_sensitivity(model, [{"input_ids": ids} | labels | given], progress=False)
+            assert table["loss"].iloc[0] == pytest.approx(float(right), rel=1e-5)
+            assert table["tokens"].iloc[0] == counted[1:].sum()
+    for experiment in (angular_distance, logit_lens_kl, skip_future_effect):
+        with pytest.raises(NormlabError, match=r"the blocks hold \(length, batch, width\)"):
+            experiment(model, [{"input_ids": ids}], progress=False)
+    for search in (massive_activations, attention_sinks):
+        with pytest.raises(NormlabError, match=r"the blocks hold \(length, batch, width\)"):
+            search(model, {"input_ids": ids})
+
+
 # -- rows that change places -------------------------------------------------------------------------------------------
 
 
@@ -385,6 +492,61 @@ def test_a_first_token_is_one_at_position_0_where_the_caller_gives_positions(way
     peaks = kept.abs().amax(0)
     found = values(rec.stats())["block_out", 0, "massive_activation_ratio", "no_first"]
     assert found == pytest.approx(float(peaks.max() / peaks.double().median()), rel=1e-5)
+
+
+class Keeping(Text):
+    """A model that keeps its cache itself, and is told where a call goes on."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **where):
+        return super().forward(input_ids, attention_mask)
+
+
+PLACES = {
+    "a number": lambda at, ids: at,
+    "a tensor's number": lambda at, ids: torch.tensor(at),
+    "a list of one": lambda at, ids: torch.tensor([at]),
+    "of one row": lambda at, ids: at + torch.arange(ids.shape[1]),
+    "of all rows": lambda at, ids: (at + torch.arange(ids.shape[1])).expand(ids.shape),
+}
+
+
+@pytest.mark.parametrize("way", PLACES)
+@pytest.mark.parametrize("name", ["input_pos", "start_pos", "cache_position", "positions"])
+def test_a_call_that_goes_on_has_no_first_token(name, way):
+    if (name, way) == ("positions", "a list of one"):
+        return
+    model, ids, lengths = Keeping(), torch.randint(1, 20, (ROWS, 12)), [5, 5, 1, 1]
+    with record(model, SIZE) as rec, torch.no_grad():
+        for at, chunk in zip(accumulate([0, *lengths]), ids.split(lengths, 1), strict=False):
+            model(chunk, **{name: PLACES[way](at, chunk)})
+    found, vectors = values(rec.stats()), model.embed(ids)
+    assert found["block_out", 0, "token_l2_mean", "no_first"] == size(vectors[:, 1:])
+    assert found["block_out", 0, "token_l2_mean", "all"] == size(vectors) and not rec.absent
+
+
+def test_the_first_token_of_a_padded_row_is_not_its_first_place_in_a_cache():
+    model, ids, mask = Keeping(), padded(), (~PADDING).long()
+    places = torch.arange(LENGTH)
+    assert sizes(model, ids, mask, cache_position=places)[0] == expected(model.embed(ids))
+    later = torch.cat([mask, torch.ones(ROWS, 1, dtype=torch.long)], 1)
+    with record(model, SIZE) as rec, torch.no_grad():
+        model(ids, mask, input_pos=places)
+        model(IDS[:, :1], later, input_pos=torch.tensor([LENGTH]))
+    kept = torch.cat([model.embed(ids)[~PADDING & ~FIRST], model.embed(IDS[:, 0])])
+    assert values(rec.stats())["block_out", 0, "token_l2_mean", "no_first"] == size(kept)
+
+
+@pytest.mark.parametrize("begin", [1, 2])
+def test_positions_that_begin_beside_0_do_not_tell_the_first_token(begin):
+    model, ids = Keeping(), padded(padding=torch.zeros_like(PADDING))
+    for positions in (begin + torch.arange(LENGTH), (begin + torch.arange(LENGTH)).expand(ROWS, -1)):
+        found, absent = sizes(model, ids, position_ids=positions)
+        assert found == [size(model.embed(ids)), None] and "do not begin at 0" in absent["mask no_first"]
+    roberta = ((~PADDING).long().cumsum(1) + 1).masked_fill(PADDING, 1)
+    found, absent = sizes(model, padded(), (~PADDING).long(), position_ids=roberta)
+    assert found == [size(model.embed(padded())[~PADDING]), None] and "do not begin at 0" in absent["mask no_first"]
+    left = ((~PADDING).long().cumsum(1) - 1).masked_fill(PADDING, 1)
+    assert sizes(model, padded(), (~PADDING).long(), position_ids=left)[0] == expected(model.embed(padded()))
 
 
 class Crossing(PreLN):
