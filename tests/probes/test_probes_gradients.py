@@ -319,8 +319,11 @@ class CopyingModel(nn.Module):
         return self.norm.to(self.copy(x).dtype)(self.copy(x))
 
 
-@pytest.mark.parametrize("name", COPIES)
-@pytest.mark.parametrize("how", ["backward", "by the recorder", "frozen", "checkpointed", "checkpointed, reentrant"])
+HOW = ["by the recorder", "frozen", "checkpointed", "checkpointed, reentrant"]
+CASES = [*((name, "backward") for name in COPIES), *((name, how) for name in ("cast", "rows") for how in HOW)]
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
 def test_the_gradient_at_a_norm_is_the_streams_where_it_reads_a_copy(name, how):
     tables = []
     for copy in (lambda x: x, COPIES[name]):
