@@ -113,10 +113,10 @@ Edge = tuple[Any, int]  # a node of autograd's graph, and which of its outputs
 
 # Nodes that return the values they are given, in the same order or in another: casts, copies, views, permutations.
 _SAME_VALUES = {"ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze"}
-_PERMUTATIONS: dict[str, Callable[[Any], Sequence[int]]] = {
-    "T": lambda node: (1, 0),
-    "Transpose": lambda node: (node._saved_dim0, node._saved_dim1),
-    "Permute": lambda node: node._saved_dims,
+_PERMUTATIONS: dict[str, Callable[[Any], tuple[Any, ...]]] = {  # a tensor's method and its dimensions
+    "T": lambda node: ("t",),
+    "Transpose": lambda node: ("transpose", node._saved_dim0, node._saved_dim1),
+    "Permute": lambda node: ("permute", *node._saved_dims),
 }
 
 
@@ -139,8 +139,9 @@ def source_of(x: Tensor, known: Container[Edge]) -> tuple[Edge, list[Callable[[T
         if name not in _SAME_VALUES and name not in _PERMUTATIONS:
             break
         if name in _PERMUTATIONS:
-            dims = [dim - 2**64 if dim >= 2**63 else dim for dim in _PERMUTATIONS[name](node)]
-            arranged.append(methodcaller("transpose" if len(dims) == 2 else "permute", *dims))
+            method, *dims = _PERMUTATIONS[name](node)
+            # Autograd keeps a dimension without its sign, -1 as 2^64 - 1.
+            arranged.append(methodcaller(method, *(dim - 2**64 if dim >= 2**63 else dim for dim in dims)))
         else:
             arranged.append(methodcaller("reshape", node._input_metadata[0].shape))
         edge = node.next_functions[0]

@@ -279,7 +279,7 @@ COPIES = {
     "cast": lambda x: x.double(),
     "copy": lambda x: x.clone(),
     "rows": lambda x: x.view(-1, 8),
-    "rows of a cast": lambda x: x.double().reshape(-1, 8),
+    "rows of a cast": lambda x: x.double().reshape(-1, 8).permute(0, -1),
     "cast of rows": lambda x: x.flatten(0, 1).double()[None],
     "turned twice": lambda x: x.permute(1, 2, 0).mT.transpose(0, -2).contiguous(),
 }
