@@ -140,9 +140,12 @@ class Runner:
 
     def _find_names(self, batch: Batch) -> None:
         """Find out which of a batch's tensors are the tokens and their mask, by the names that inner modules have, and
-        whether they are (length, batch), by PyTorch's attention."""
+        whether they are (length, batch), by PyTorch's attention.
+
+        Names that no inner module has: tokens are what vectors are looked up of, labels what the returned loss is of.
+        """
         with torch.no_grad(), record(self.sites, ["rms"], masks=["all"]) as recorder:
-            self.run(batch)
+            output = self.run(batch)
         call = recorder.latest
         if call is None:
             return
@@ -150,7 +153,12 @@ class Runner:
             recorder.stats()  # which counts the tokens
         self._mask_name = call.mask_name
         self._turned, self._is_given_turned, self._is_untold = call.length_first, call.is_given_turned, call.is_untold
-        for known, x in call.inputs.arguments.items():
+        call.inputs.compare(output)
+        arguments = call.inputs.arguments
+        asked = {name for name, value in arguments.items() if any(value is ids for ids in call.inputs.looked_up)}
+        if len(asked) == 1 and "input_ids" not in arguments:
+            self._own_names["input_ids"] = asked.pop()
+        for known, x in arguments.items():
             own = next((name for name, value in batch.items() if value is x and isinstance(x, Tensor)), known)
             if known not in batch and own != known:
                 self._own_names[known] = own
@@ -182,7 +190,8 @@ class Runner:
             NormlabError: it returned none.
         """
         out = self.run(batch)
-        logits = self._by_row(getattr(out, "logits", out))
+        is_pair = isinstance(out, tuple | list) and len(out) > 1
+        logits = self._by_row(loss_and_logits(out)[1] if is_pair else getattr(out, "logits", out))
         if not isinstance(logits, Tensor):
             raise NormlabError(
                 f"the model returned {type(out).__name__} without logits: give a model with a language-model head"
@@ -215,12 +224,15 @@ class Runner:
                 "there are as many rows as tokens in a row, and whether the batches are (batch, length) or (length, "
                 "batch) cannot be told: give first a batch of another size"
             )
-        labels = self._by_row(batch.get("labels"))
+        labels = self._by_row(self._known(batch).get("labels"))
         if labels is not None:
+            if "labels" in self._own_names:
+                labels = labels.masked_fill(labels < 0, IGNORED_LABEL)  # as its loss leaves them out
             wrong = labels[(labels < 0) & (labels != IGNORED_LABEL)]
             if len(wrong) and not labels.is_floating_point():
                 raise NormlabError(f"labels hold {wrong[0]}: give {IGNORED_LABEL} where nothing is predicted")
-            return _successors(labels) if self._labels_are_shifted(batch) and labels.ndim == 2 else labels
+            shifted = self._labels_are_shifted(batch, labels)
+            return _successors(labels) if shifted and labels.ndim == 2 else labels
         batch = self._known(batch)
         prefix = "decoder_" if "decoder_input_ids" in batch else ""
         labels = self._by_row(batch.get(f"{prefix}input_ids", batch.get("input")))
@@ -239,13 +251,12 @@ class Runner:
         reads = self._coder is None or any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
         return (self.sites.mask or self._mask_name) if reads else None
 
-    def _labels_are_shifted(self, batch: Batch) -> bool:
+    def _labels_are_shifted(self, batch: Batch, labels: Tensor) -> bool:
         """True if the model's loss on these labels is of the next token, or it returns none.
 
         Found once, by comparing its loss with its logits, on the first batch of which both tell. Labels at the first
         position alone tell of a loss of the same token: to the other it is nothing, or no number.
         """
-        labels = self._by_row(batch["labels"])
         if self._shifted is not None or not bool((labels != IGNORED_LABEL).any()):
             return self._shifted is not False
         try:
@@ -278,7 +289,7 @@ class Runner:
         with hooked(before=[(module, lambda _, *call: given.append(call))]):
             self.run(batch, needs_logits=False)
         args, kwargs = given[0]
-        return called(module, kwargs | {"labels": batch["labels"]}, *args)
+        return called(module, kwargs | {"labels": self._known(batch)["labels"]}, *args)
 
     def counted(self, batch: Batch, x: Tensor, mask: str = "all") -> Tensor:
         """(batch, length) bool: the tokens of a stream x that count, by the mask of this stack.
@@ -399,17 +410,23 @@ def require_same_tokens(shape: torch.Size, h: Tensor) -> None:
         )
 
 
+def require_predictions(logits: Tensor, tokens: Tensor, what: str) -> None:
+    """Refuse logits that are not one row for each of these tokens (batch, length)."""
+    if tokens.ndim == 2 and logits.shape[:-1] == tokens.shape:
+        return
+    remedy = "this needs one prediction per token, as of a language model"
+    if logits.ndim == 3 and logits.shape[1] == 1:
+        remedy += "; one that predicts only the last token without labels needs them in the batch"
+    raise NormlabError(f"the model returned logits {tuple(logits.shape)} for {what} {tuple(tokens.shape)}: {remedy}")
+
+
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """(batch, length) cross-entropy of each position in float32, 0 where there is no label.
 
     Raises:
         NormlabError: the logits are not one row per label.
     """
-    if labels.ndim != 2 or logits.shape[:-1] != labels.shape:
-        raise NormlabError(
-            f"the model returned logits {tuple(logits.shape)} for labels {tuple(labels.shape)}: this needs one "
-            "prediction per token, as of a language model"
-        )
+    require_predictions(logits, labels, "labels")
     flat = functional.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
     )
@@ -528,7 +545,8 @@ def skip_sensitivity(
 
     Args:
         model: a model with a language-model head, or its `sites`.
-        batches: dicts of the model's arguments; `labels` are used when given (-100 = none), else the next token.
+        batches: dicts of the model's arguments; `labels` are used when given (-100 = none), else the next token. Under
+            another name they are what the returned loss is of.
         parts: some of "block", "attention", "mlp". All branches of a kind in a block are skipped together.
         span: skip this many consecutive ones; the row's `layer` is the first.
         layers: skip only at these (first) layers; default: at all.

@@ -73,16 +73,24 @@ OFFSETS = (1, 2)  # where positions begin that count from the padding's, as RoBE
 
 
 def loss_and_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The scalar loss and the logits of what a model returned: a ModelOutput, a dict or a tuple."""
+    """The scalar loss and the logits of what a model returned: a ModelOutput, a dict or a tuple.
+
+    The loss may come second, or be None there.
+    """
     if isinstance(output, Mapping):
         loss, logits = output.get("loss"), output.get("logits")
     elif isinstance(output, tuple | list) and len(output) > 1:
-        loss, logits = output[0], output[1]
+        loss, logits = output[:2]
+        if logits is None or _is_loss(logits):
+            loss, logits = logits, loss
     else:
         loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
-    scalar = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
     scores = isinstance(logits, Tensor) and logits.is_floating_point() and logits.ndim >= 2
-    return loss if scalar else None, logits if scores else None
+    return loss if _is_loss(loss) else None, logits if scores else None
+
+
+def _is_loss(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
 
 
 def _normalizers(logits: Tensor) -> Tensor:
@@ -326,6 +334,7 @@ class CallInputs:
         labels_averaged: how many labels the returned loss averages over, once it has been compared with its logits;
             None before, or when they do not tell.
         unknown: why `labels_averaged` is None.
+        looked_up: tokens of which vectors were, before the first block.
     """
 
     def __init__(self) -> None:
@@ -343,6 +352,7 @@ class CallInputs:
         self.labels_averaged: float | Tensor | None = None
         self.settled = unsettled()  # by earlier calls
         self.unknown = "this call has no countable labels"
+        self.looked_up: list[Tensor] = []
         self._source: nn.Module | None = None  # the inner module whose names tell what the caller's tensors are
 
     def is_other_text(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -424,12 +434,26 @@ class CallInputs:
                 self.made[name] = value
 
     def compare(self, output: Any) -> None:
-        """Compare the loss that a module returned with the cross-entropy of the logits returned with it."""
+        """Compare the loss that a module returned with the cross-entropy of the logits returned with it.
+
+        Labels under an unknown name are those that it fits. Negative ones are then none, whichever the loss leaves out.
+        """
         loss, logits = loss_and_logits(output)
+        if self.labels_averaged is not None or loss is None:
+            return
         name = "shift_labels" if "shift_labels" in self.arguments else "labels"
-        labels: Any = self.arguments.get(name)
-        has_labels = isinstance(labels, Tensor) and not labels.is_floating_point()
-        if self.labels_averaged is not None or loss is None or not has_labels:
+        if name in self.arguments:
+            self._compare(loss, logits, name, self.arguments[name])
+            return
+        for own, value in list(self.arguments.items()):
+            if own not in _NO_MASKS and isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 2:
+                self._compare(loss, logits, own, value.masked_fill(value < 0, IGNORED_LABEL))
+                if self.labels_averaged is not None:
+                    self.arguments["labels"] = value
+                    return
+
+    def _compare(self, loss: Tensor, logits: Tensor | None, name: str, labels: Any) -> None:
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
             return
         if logits is None:
             self.unknown = "the model returns no logits with its loss"

@@ -16,6 +16,7 @@ from normlab.probes.experiments import (
     Z95,
     Batch,
     Runner,
+    require_predictions,
     require_same_tokens,
     row_means,
     see_layers,
@@ -228,11 +229,7 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
                 require_same_tokens(before.shape, after)
                 require_one_stream(before, after)
         counted = runner.counted(batch, states[0])
-        if final.shape[:-1] != counted.shape:
-            raise NormlabError(
-                f"the model returned logits {tuple(final.shape)} for {tuple(counted.shape)} tokens: this needs one "
-                "prediction per token, as of a language model"
-            )
+        require_predictions(final, counted, "tokens")
 
         def divergence(passed: Sequence[Tensor]) -> Tensor:
             with kept.passing_on(passed):

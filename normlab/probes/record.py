@@ -412,10 +412,11 @@ class Recorder:
         return new
 
     def _look_up(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Note the tokens that a table outside the blocks is asked for, after a block."""
+        """Note the tokens that a table outside the blocks is asked for."""
         call = self._call
-        if call is not None and call.runs:
-            call.looked_up += [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if call is not None:
+            where = call if call.runs else call.inputs
+            where.looked_up += [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
 
     def _resolve_loss(self, call: Call) -> None:
         """Fix the factor to the summed loss's gradient; without one there are no gradients, or an error."""

@@ -13,7 +13,14 @@ from torch import nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes import angular_distance, jacobian_identity, logit_lens_kl, skip_future_effect, skip_sensitivity
+from normlab.probes import (
+    angular_distance,
+    jacobian_identity,
+    logit_lens_kl,
+    record,
+    skip_future_effect,
+    skip_sensitivity,
+)
 from normlab.probes.experiments import hooked, mean_and_error
 from normlab.probes.sites import sites, stacks
 
@@ -553,3 +560,36 @@ def test_rounding_is_no_earlier_block(dtype):
         model.head.weight.mul_(20)
     values = logit_lens_kl(model, [{"input_ids": torch.arange(64).view(4, 16)}], **QUIET)["value"]
     assert values[4] < 1e-3 * values[0] and (values[4] > 1e-5) == (dtype == torch.bfloat16)
+
+
+class NamedAsInNanoGPT(FromSeveralLayers):
+    """The same model with tokens and labels under names of its own; it returns (logits, loss)."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model, 0.0, lambda states: states[0])
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        logits = super().forward(idx)
+        if targets is None:
+            return logits[:, [-1]], None
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+@pytest.mark.parametrize("experiment", [skip_sensitivity, logit_lens_kl])
+def test_tokens_and_labels_under_names_of_their_own_are_found(model, experiment):
+    known, own = FromSeveralLayers(model, 0.0, lambda states: states[0]), NamedAsInNanoGPT(model)
+    batch = token_batch()
+    ids, labels = batch["input_ids"], batch["labels"]
+    targets = functional.pad(labels[:, 1:], (0, 1), value=-1)
+    found = experiment(own, [{"idx": ids, "targets": targets.where(targets >= 0, -1)}], **QUIET)
+    assert found.equals(experiment(known, [{"input_ids": ids, "labels": labels}], **QUIET))
+    with pytest.raises(NormlabError, match="predicts only the last token without labels needs them in the batch"):
+        experiment(own, [{"idx": ids}], **QUIET)
+
+
+def test_labels_under_a_name_of_their_own_are_what_the_returned_loss_averages_over(model):
+    own, ids = NamedAsInNanoGPT(model), token_batch()["input_ids"]
+    targets = functional.pad(ids[:, 1:], (0, 1), value=-1)
+    with record(own, ["grad_l2_total"]) as rec:
+        own(ids, targets)[1].backward()
+    assert rec.stats().manifest["loss_tokens"] == int((targets >= 0).sum())
