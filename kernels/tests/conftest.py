@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 # Before Triton is imported: what it compiles stays with the checkout, not in the user's home.
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).resolve().parents[2] / "build" / "test-cache" / "triton"))
@@ -24,14 +25,26 @@ with torch.device("cpu"):
 
 
 if INTERPRETING:
+    from triton import language
     from triton.runtime import interpreter
 
     # The interpreter replaces the language's builtins at every call of a function and puts them back after a launch:
     # here once and for all. It computes every addition and product of int32 again in int64, to see whether one
-    # overflows: at these shapes none does. Both take half of its time.
+    # overflows: at these shapes none does. Both take half of its time. An eighth of what is left goes into tables of
+    # NumPy's types, made anew for each value, and into block types that are made of themselves.
     interpreter._LangPatchScope.restore = lambda scope: None
     interpreter._patch_lang = lru_cache(None)(interpreter._patch_lang)
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    np_dtypes: dict[str, Any] = {}
+
+    def np_dtype(kind: Any, find: Callable[[Any], Any] = interpreter._get_np_dtype) -> Any:
+        name = kind.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = find(kind)
+        return np_dtypes[name]
+
+    interpreter._get_np_dtype = np_dtype
+    language.block_type.to_ir = lambda kind, builder: kind
 
 
 @pytest.fixture(autouse=True)
