@@ -66,6 +66,11 @@ def pytest_configure(config: pytest.Config) -> None:
 settings.register_profile("reproducible", derandomize=True, deadline=None, database=None, max_examples=50)
 settings.load_profile("reproducible")
 
+if not (torch.cuda.is_available() or torch.xpu.is_available() or torch.mtia.is_available()):
+    # `torch.manual_seed` draws up a stack trace for each kind of device, should one turn up later.
+    for kind in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        kind._lazy_call = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+
 _connect = socket.socket.connect
 
 
@@ -89,9 +94,7 @@ def seeded() -> Iterator[None]:
     """The same random numbers in every test, whichever ran before it; a changed default dtype does not leak."""
     random.seed(0)
     np.random.seed(0)
-    torch.default_generator.manual_seed(0)  # `torch.manual_seed` draws up a stack trace for each kind of device
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(0)
+    torch.manual_seed(0)
     dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
     yield
     torch.set_default_dtype(dtype)

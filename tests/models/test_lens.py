@@ -53,27 +53,31 @@ def ids():
     return torch.randint(0, 61, (2, 10), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.fixture(scope="module", params=STUDIED)
+def bridged(request):
+    """A model, and the bridge to its copy."""
+    model = build(request.param)
+    return model, to_bridge(copy.deepcopy(model))
+
+
 @torch.no_grad()
 def kept(bridge, ids):
     """The values that the hooks saw in a forward pass."""
     return bridge.run_with_cache(ids)[1]
 
 
-@pytest.mark.parametrize("scheme", STUDIED)
-def test_logits_are_bit_identical_plain_cached_and_with_every_hook_on(scheme, ids):
-    model = build(scheme)
+def test_logits_are_bit_identical_plain_cached_and_with_every_hook_on(bridged, ids):
+    model, bridge = bridged
     with torch.no_grad():
         expected = model(ids).logits
-        bridge = to_bridge(model)
         assert torch.equal(bridge(ids), expected)
         logits, cache = bridge.run_with_cache(ids)
     assert torch.equal(logits, expected)
     assert not any("hook_normalized" in name for name in cache)
 
 
-@pytest.mark.parametrize("scheme", STUDIED)
-def test_hooks_show_what_the_norms_compute(scheme, ids):
-    bridge = to_bridge(build(scheme))
+def test_hooks_show_what_the_norms_compute(bridged, ids):
+    _, bridge = bridged
     cache = kept(bridge, ids)
     for layer, block in enumerate(bridge.blocks):
         norm = block.ln2.original_component
@@ -117,9 +121,7 @@ def test_backward_hooks_on_the_scale_see_its_gradient_and_keep_the_logits(ids):
     assert torch.allclose(logits, plain, atol=1e-5) and seen[0].abs().max() > 0
 
 
-@pytest.mark.parametrize("scheme", STUDIED)
-def test_probes_on_the_bridge_give_the_models_own_numbers(scheme, ids):
-    model = build(scheme)
+def test_probes_on_the_bridge_give_the_models_own_numbers(bridged, ids):
     metrics = [
         "token_l2_mean",
         "grad_l2_mean",
@@ -129,7 +131,7 @@ def test_probes_on_the_bridge_give_the_models_own_numbers(scheme, ids):
         "attention_entropy",
     ]
     tables = []
-    for measured in (copy.deepcopy(model), to_bridge(model)):
+    for measured in bridged:
         with record(measured, metrics, loss_tokens=1) as rec:
             out = measured(ids)
             logits = out if isinstance(out, torch.Tensor) else out.logits

@@ -1,9 +1,17 @@
 """The table of costs: one row per scheme, with what it adds to Llama."""
 
+import pandas as pd
+import pytest
 import torch
 
 from normlab import SCHEMES, NormlabConfig, NormlabForCausalLM, cli
 from normlab.models.costs import table
+
+
+@pytest.fixture(scope="module")
+def small() -> pd.DataFrame:
+    """The costs of every scheme in two blocks, 64 wide, with a vocabulary of 100."""
+    return table(64, LAYERS, vocabulary=100).set_index("name")
 
 
 def test_one_row_per_scheme_with_the_costs_of_its_formula():
@@ -27,9 +35,8 @@ OPERATIONS = {
 }
 
 
-def test_operations_follow_from_the_formula():
-    operations = table(64, LAYERS).set_index("name")["operations"]
-    assert {scheme: operations[scheme] / 64 for scheme in OPERATIONS} == OPERATIONS
+def test_operations_follow_from_the_formula(small):
+    assert {scheme: small.loc[scheme, "operations"] / 64 for scheme in OPERATIONS} == OPERATIONS
 
 
 def test_the_parameters_are_those_beyond_llamas():
@@ -52,15 +59,14 @@ def test_the_parameters_are_those_beyond_llamas():
         assert sum(p.numel() for p in model.parameters()) - llama == found[scheme], scheme
 
 
-def test_norms_inside_the_branches_cost_too():
+def test_norms_inside_the_branches_cost_too(small):
     """Two heads of queries and one of keys and values, 32 wide; an MLP of 160."""
-    found = table(64, 2).set_index("name")
     rms, heads, inner = 4, 64, 160
     sums, block = 4 * 64, rms * 64
     # q, k, v and the sum of attention in each block, then the final norm
     hybrid = 2 * rms * (heads + 32 + 32) + 3 * block + sums
-    assert found.loc["hybridnorm", "operations"] == hybrid
-    assert found.loc["sub_ln", "operations"] == found.loc["pre_rmsnorm", "operations"] + 2 * rms * (heads + inner)
+    assert small.loc["hybridnorm", "operations"] == hybrid
+    assert small.loc["sub_ln", "operations"] == small.loc["pre_rmsnorm", "operations"] + 2 * rms * (heads + inner)
 
 
 def test_the_command_prints_every_scheme(capsys):
@@ -68,8 +74,8 @@ def test_the_command_prints_every_scheme(capsys):
     assert set(SCHEMES) <= set(capsys.readouterr().out.split())
 
 
-def test_bytes_of_unit_vectors_and_scales():
+def test_bytes_of_unit_vectors_and_scales(small):
     """nGPT has no norms. Queries and keys are brought to unit length; they, the MLP and logits have scales."""
     sums, heads, scaled = 4 * 3 * 64, 2 * (64 + 32), 2 * (64 + 2 * 160)
     numbers = sums + 2 * (heads + scaled) + 2 * 100
-    assert table(64, 2, vocabulary=100).set_index("name").loc["ngpt", "bytes"] == 2 * numbers
+    assert small.loc["ngpt", "bytes"] == 2 * numbers
