@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from normlab.files import whole_file
-from normlab.probes.forward_call import CallInputs
+from normlab.probes.forward_call import CallInputs, TokenMask
 from normlab.probes.metrics import resolve_metrics
 from normlab.probes.observe import (
     DEFAULT,
@@ -77,7 +77,7 @@ class LayerStatsCallback(TrainerCallback):
     left out, with a warning.
 
     `absent` says what could not be measured at some step and why. What makes a number another than its name says is a
-    warning too, as of `observe`. Padding is masked under a known name, such as `attention_mask`.
+    warning too, as of `observe`.
 
     The table also holds `update_ratio`, whose site is the parameter's name. A logged loss that is a spike adds
     `loss_spike` at site "model", in standard deviations above the recent losses.
@@ -90,6 +90,7 @@ class LayerStatsCallback(TrainerCallback):
         metrics: names from `METRICS`.
         blocks: which modules are the blocks, if structure does not show them (see `sites`).
         loss_tokens: as for `record`. By default counted, and what the Trainer divides or scales the loss by is undone.
+        mask: what masks padding, as for `record`.
         update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
         path: write the table here (Parquet) when training ends.
         last: a CSV file of the last readings, written anew after each. It is there when the process dies.
@@ -105,6 +106,7 @@ class LayerStatsCallback(TrainerCallback):
         *,
         blocks: str | None = None,
         loss_tokens: Any = None,
+        mask: TokenMask = None,
         update_ratio: bool = True,
         path: str | Path | None = None,
         last: str | Path | None = None,
@@ -113,7 +115,7 @@ class LayerStatsCallback(TrainerCallback):
         for file in (path, last):
             require_folder(file)
         self._metrics = [metric.name for metric in resolve_metrics(metrics)]
-        self._every, self._blocks, self._loss_tokens = every, blocks, loss_tokens
+        self._every, self._loss_tokens, self._blocks, self._mask = every, loss_tokens, blocks, mask
         self._wants_ratio, self._path = update_ratio, path
         self._observer: Observer | None = None
         self._parts = 1  # micro-batches of the present step
@@ -148,7 +150,7 @@ class LayerStatsCallback(TrainerCallback):
             return
         if self._observer is None or self._observer.sites.model is not model:
             tokens = partial(self._summed_loss_factor, args, kwargs.get("optimizer"))
-            where = sites(model, self._blocks)
+            where = sites(model, self._blocks, mask=self._mask)
             self._observer = Observer(where, self._every, self._metrics, self._loss_tokens or tokens, self._readings)
         self._parts = _micro_batches(
             args.gradient_accumulation_steps, state.global_step, kwargs.get("train_dataloader")

@@ -40,6 +40,25 @@ def test_the_table_of_a_measured_step_is_that_of_its_whole_batch_before_the_step
     assert by_place(table[(table["step"] == 0) & table["metric"].isin(METRICS)]) == near(values(rec.stats()))
 
 
+def test_padding_is_what_the_caller_says_it_is(tmp_path):
+    def labelled(call):
+        return call.arguments["labels"] >= 0
+
+    model, seen = tiny_llama(), []
+    callback = LayerStatsCallback(every=1, metrics=["rms"], mask=labelled, update_ratio=False)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = model.register_forward_pre_hook(lambda m, a, k: seen.append(k), with_kwargs=True)
+    train(model, tmp_path, [callback], max_steps=1, gradient_accumulation_steps=1, per_device_train_batch_size=8)
+    handle.remove()
+    model.load_state_dict(start)
+    (batch,) = seen
+    assert (batch["labels"] < 0).any()
+    with record(model, ["rms"]) as whole, record(model, ["rms"], mask=labelled) as masked, torch.no_grad():
+        model(**batch)
+    found = by_place(callback.to_pandas().query("metric == 'rms'"))
+    assert found == near(values(masked.stats())) and found != near(values(whole.stats()))
+
+
 def test_a_model_that_ignores_num_items_in_batch_is_corrected_for_accumulation(tmp_path):
     """A model without loss kwargs: the Trainer divides its mean loss by the accumulation steps."""
 
