@@ -24,6 +24,7 @@ from normlab.errors import NormlabError
 from normlab.probes.forward_call import (
     IGNORED_LABEL,
     UNTOLD,
+    CallInputs,
     TokenMask,
     given_mask,
     labels_averaged,
@@ -153,11 +154,8 @@ class Runner:
             recorder.stats()  # which counts the tokens
         self._mask_name = call.mask_name
         self._turned, self._is_given_turned, self._is_untold = call.length_first, call.is_given_turned, call.is_untold
-        call.inputs.compare(output)
+        self._find_unnamed(call.inputs, output)
         arguments = call.inputs.arguments
-        asked = {name for name, value in arguments.items() if any(value is ids for ids in call.inputs.looked_up)}
-        if len(asked) == 1 and "input_ids" not in arguments:
-            self._own_names["input_ids"] = asked.pop()
         for known, x in arguments.items():
             own = next((name for name, value in batch.items() if value is x and isinstance(x, Tensor)), known)
             if known not in batch and own != known:
@@ -165,6 +163,26 @@ class Runner:
         for place, why in call.absent.items():
             if place.startswith("padding by ") and self.sites.mask is None:
                 raise NormlabError(f"{why.removeprefix('all tokens count, as ')}, to sites(model, ...)")
+
+    def _find_unnamed(self, inputs: CallInputs, output: Any) -> None:
+        """Find the tokens and labels that no module has under a known name.
+
+        Raises `NormlabError` where there may be labels, and the loss does not show which they are.
+        """
+        inputs.compare(output)
+        known = [inputs.arguments.get(name) for name in ("labels", "shift_labels")]
+        own = {name: x for name, x in inputs.unnamed().items() if all(x is not labels for labels in known)}
+        asked = [name for name, x in own.items() if any(x is ids for ids in inputs.looked_up)]
+        loss, logits = loss_and_logits(output)
+        if loss is not None and logits is not None and known == [None, None]:
+            others = [n for n, x in own.items() if n not in asked and x.numel() == logits[..., 0].numel()]
+            if others:
+                raise NormlabError(
+                    f"whether {others[0]} are labels the returned loss does not tell, as it is not the mean cross-"
+                    "entropy of the returned logits: give a model that takes them as `labels`, and returns logits"
+                )
+        if len(asked) == 1 and sum(x.shape == own[asked[0]].shape for x in own.values()) == 1:
+            self._own_names.setdefault("input_ids", asked[0])
 
     def _known(self, batch: Batch) -> Batch:
         """A batch under the names that are known, where inner modules have told them."""
@@ -190,9 +208,8 @@ class Runner:
             NormlabError: it returned none.
         """
         out = self.run(batch)
-        is_pair = isinstance(out, tuple | list) and len(out) > 1
-        logits = self._by_row(loss_and_logits(out)[1] if is_pair else getattr(out, "logits", out))
-        if not isinstance(logits, Tensor):
+        logits = self._by_row(out if isinstance(out, Tensor) else loss_and_logits(out)[1])
+        if logits is None:
             raise NormlabError(
                 f"the model returned {type(out).__name__} without logits: give a model with a language-model head"
             )
@@ -224,26 +241,31 @@ class Runner:
                 "there are as many rows as tokens in a row, and whether the batches are (batch, length) or (length, "
                 "batch) cannot be told: give first a batch of another size"
             )
-        labels = self._by_row(self._known(batch).get("labels"))
+        known = self._known(batch)
+        labels, ids = self._by_row(known.get("labels")), self._ids(known)
         if labels is not None:
             if "labels" in self._own_names:
-                labels = labels.masked_fill(labels < 0, IGNORED_LABEL)  # as its loss leaves them out
+                labels = labels.long().masked_fill(labels < 0, IGNORED_LABEL)  # as its loss leaves them out
+                labels = labels.view_as(ids) if ids is not None and ids.numel() == labels.numel() else labels
             wrong = labels[(labels < 0) & (labels != IGNORED_LABEL)]
             if len(wrong) and not labels.is_floating_point():
                 raise NormlabError(f"labels hold {wrong[0]}: give {IGNORED_LABEL} where nothing is predicted")
             shifted = self._labels_are_shifted(batch, labels)
             return _successors(labels) if shifted and labels.ndim == 2 else labels
-        batch = self._known(batch)
-        prefix = "decoder_" if "decoder_input_ids" in batch else ""
-        labels = self._by_row(batch.get(f"{prefix}input_ids", batch.get("input")))
-        if labels is None:
+        if ids is None:
             raise NormlabError("a batch has neither labels nor input_ids: the loss needs one of them")
-        mask = self._mask(self._mask_of_labels or f"{prefix}attention_mask", batch, labels.shape)
-        labels = labels.long()
+        prefix = "decoder_" if "decoder_input_ids" in known else ""
+        mask = self._mask(self._mask_of_labels or f"{prefix}attention_mask", known, ids.shape)
+        labels = ids.long()
         if mask is not None:
             labels = labels.masked_fill(mask == 0, IGNORED_LABEL)
         labels = _successors(labels)
         return labels if mask is None else labels.masked_fill(mask == 0, IGNORED_LABEL)
+
+    def _ids(self, batch: Batch) -> Tensor | None:
+        """(batch, length): the tokens that are predicted, of a batch under known names."""
+        prefix = "decoder_" if "decoder_input_ids" in batch else ""
+        return self._by_row(batch.get(f"{prefix}input_ids", batch.get("input")))
 
     @property
     def _mask_of_labels(self) -> TokenMask:
@@ -252,7 +274,7 @@ class Runner:
         return (self.sites.mask or self._mask_name) if reads else None
 
     def _labels_are_shifted(self, batch: Batch, labels: Tensor) -> bool:
-        """True if the model's loss on these labels is of the next token, or it returns none.
+        """True if the model's loss on these labels is of the next token, or it returns none and they are its tokens.
 
         Found once, by comparing its loss with its logits, on the first batch of which both tell. Labels at the first
         position alone tell of a loss of the same token: to the other it is nothing, or no number.
@@ -264,8 +286,8 @@ class Runner:
         except TypeError:  # it takes no labels
             loss = logits = None
         if loss is None or logits is None:
-            self._shifted = True
-            return True
+            self._shifted = self._are_tokens(labels, self._ids(self._known(batch)))
+            return self._shifted
         is_empty = labels.ndim == 2 and not bool((labels[:, 1:] != IGNORED_LABEL).any())  # if labels are shifted
         if not bool(loss.isfinite()) or (is_empty and float(loss) == 0):
             return True
@@ -278,6 +300,20 @@ class Runner:
             )
         self._shifted = averaged[1]
         return self._shifted
+
+    def _are_tokens(self, labels: Tensor, ids: Tensor | None) -> bool:
+        """True if labels are the tokens at their place, False if they are the next ones; True without tokens."""
+        if ids is None or labels.ndim != 2 or ids.shape != labels.shape:
+            return True
+        counted = labels != IGNORED_LABEL
+        if bool((labels == ids)[counted].all()):
+            return True
+        if not bool((labels[:, :-1] == ids[:, 1:])[counted[:, :-1]].all()) or not bool(counted[:, :-1].any()):
+            raise NormlabError(
+                "labels are neither the tokens nor the next ones, and the model returns no loss that tells which they "
+                "predict: leave out `labels` to measure on the next token"
+            )
+        return False
 
     def _with_labels(self, batch: Batch) -> Any:
         """What the model returns with labels, or the module in it that takes them where it does not."""

@@ -75,14 +75,16 @@ OFFSETS = (1, 2)  # where positions begin that count from the padding's, as RoBE
 def loss_and_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
     """The scalar loss and the logits of what a model returned: a ModelOutput, a dict or a tuple.
 
-    The loss may come second, or be None there.
+    A tuple begins with the loss and the logits, or is the logits and their loss, which may be None. Of another one it
+    is not known what is what.
     """
     if isinstance(output, Mapping):
         loss, logits = output.get("loss"), output.get("logits")
-    elif isinstance(output, tuple | list) and len(output) > 1:
-        loss, logits = output[:2]
-        if logits is None or _is_loss(logits):
-            loss, logits = logits, loss
+    elif isinstance(output, tuple | list) and not hasattr(output, "logits"):
+        first, second = (*output[:2], None, None)[:2]
+        is_pair = len(output) == 2 and (second is None or _is_loss(second))
+        loss, logits = (second, first) if is_pair else (first, second)
+        logits = logits if is_pair or _is_loss(loss) else None
     else:
         loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
     scores = isinstance(logits, Tensor) and logits.is_floating_point() and logits.ndim >= 2
@@ -436,7 +438,8 @@ class CallInputs:
     def compare(self, output: Any) -> None:
         """Compare the loss that a module returned with the cross-entropy of the logits returned with it.
 
-        Labels under an unknown name are those that it fits. Negative ones are then none, whichever the loss leaves out.
+        Labels under an unknown name are those that it fits, and negative ones are none, whichever the loss leaves out.
+        A loss in half precision is too coarse to tell.
         """
         loss, logits = loss_and_logits(output)
         if self.labels_averaged is not None or loss is None:
@@ -444,13 +447,21 @@ class CallInputs:
         name = "shift_labels" if "shift_labels" in self.arguments else "labels"
         if name in self.arguments:
             self._compare(loss, logits, name, self.arguments[name])
-            return
-        for own, value in list(self.arguments.items()):
-            if own not in _NO_MASKS and isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 2:
-                self._compare(loss, logits, own, value.masked_fill(value < 0, IGNORED_LABEL))
+        elif bool(loss.isfinite()) and not _is_half(loss):
+            own = self.unnamed()
+            for name in sorted(own, key=lambda name: any(own[name] is ids for ids in self.looked_up)):  # tokens last
+                if logits is not None and own[name].numel() == logits[..., 0].numel():
+                    labels = own[name].long().view(logits.shape[:-1])
+                    self._compare(loss, logits, name, labels.masked_fill(labels < 0, IGNORED_LABEL))
                 if self.labels_averaged is not None:
-                    self.arguments["labels"] = value
+                    self.arguments["labels"] = own[name]
                     return
+
+    def unnamed(self) -> dict[str, Tensor]:
+        """The caller's whole numbers under names that are not known: tokens, labels or others."""
+        known = {*_NO_MASKS, *_POSITIONS, *_PLACES}
+        given = {name: x for name, x in self.arguments.items() if isinstance(x, Tensor) and name not in known}
+        return {name: x for name, x in given.items() if x.dtype in (torch.int32, torch.int64)}
 
     def _compare(self, loss: Tensor, logits: Tensor | None, name: str, labels: Any) -> None:
         if not isinstance(labels, Tensor) or labels.is_floating_point():

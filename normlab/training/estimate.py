@@ -35,12 +35,14 @@ TIMED_STEPS = 12
 class Plan:
     """The runs of a sweep.
 
-    table: one row per run in order: `run scheme depth seed lr steps tokens hours done`. hours: NaN where they are not
-        known.
+    table: one row per run in order: `run scheme depth seed lr steps tokens hours done`. hours: of one core; NaN where
+        they are not known.
+    threads: of each run.
     """
 
     table: pandas.DataFrame
     workers: int | Workers
+    threads: int
 
     def in_words(self) -> str:
         """Runs, tokens and hours in order, and their sums."""
@@ -62,7 +64,7 @@ class Plan:
             total, ahead = table["hours"].sum(), left["hours"].sum()
             lines[-1] += f"; {total:.1f} core-hours, {ahead:.1f} left"
             if isinstance(self.workers, int):
-                lines.append(f"about {ahead / self.workers:.1f} hours with {self.workers} workers")
+                lines.append(f"about {ahead / (self.workers * self.threads):.1f} hours with {self.workers} workers")
         return "\n".join(lines)
 
 
@@ -102,23 +104,24 @@ def plan(
             "run": config.run_id,
             **{name: getattr(config, name) for name in ("scheme", "depth", "seed", "lr", "steps")},
             "tokens": config.last_step * config.tokens_per_step,
-            "hours": seconds.of(config) * threads / 3600,
+            "hours": seconds.of(config) / 3600,
             "done": config.run_id in done,
         }
         for config in order
     ]
-    return Plan(pandas.DataFrame(rows), workers)
+    return Plan(pandas.DataFrame(rows), workers, threads)
 
 
 class _Seconds:
-    """Seconds of a run: from finished ones of its shape, or from the time of a step; NaN without either."""
+    """Seconds of a run on one core: from finished ones of its shape, or from the time of a step; NaN without either."""
 
     def __init__(self, done: Sequence[runs.Run]) -> None:
         times: dict[tuple, list[float]] = {}
         for run in done:
             if run.manifest["measured"].get("resumed_from_step") == 0:
                 config = TrainConfig.from_dict(run.manifest["config"])
-                times.setdefault(_shape(config), []).append(run.manifest["measured"]["wall_s"])
+                seconds = run.manifest["measured"]["wall_s"] * config.threads
+                times.setdefault(_shape(config), []).append(seconds)
         self.known = {shape: statistics.median(seconds) for shape, seconds in times.items()}
         self.steps: dict[int, float] = {}
 
@@ -145,10 +148,10 @@ def _shape(config: TrainConfig) -> tuple:
 
 
 def _step_seconds(config: TrainConfig, cache_dir: Any, progress: bool) -> float:
-    """Median over a few steps of a run of that shape, which is thrown away."""
+    """Median over a few steps of a run of that shape, which is thrown away, on one core."""
     never: dict[str, Any] = dict.fromkeys(("probe_every", "eval_every", "checkpoint_every", "experiment_blocks"), 0)
     never |= {"stop_at": None, "keep_weights": False, "store_all": False}
     config = dataclasses.replace(config, steps=TIMED_STEPS, log_every=1, **never)
     with tempfile.TemporaryDirectory() as out:
         run = train(config, out, cache_dir=cache_dir, progress=progress)
-    return config.tokens_per_step / run.manifest["measured"]["tokens_per_s"]
+    return config.tokens_per_step / run.manifest["measured"]["tokens_per_s"] * config.threads

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -563,33 +564,104 @@ def test_rounding_is_no_earlier_block(dtype):
 
 
 class NamedAsInNanoGPT(FromSeveralLayers):
-    """The same model with tokens and labels under names of its own; it returns (logits, loss)."""
+    """The same model with tokens and labels under names of its own. It returns (logits, loss)."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor] | None = None):
         super().__init__(model, 0.0, lambda states: states[0])
+        self.loss = loss or partial(functional.cross_entropy, ignore_index=-1)
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
         logits = super().forward(idx)
         if targets is None:
             return logits[:, [-1]], None
-        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, self.loss(logits.flatten(0, 1), targets.flatten().long())
+
+
+def next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """What nanoGPT takes for these labels: -1 where there is none."""
+    return functional.pad(labels[:, 1:], (0, 1), value=-1).clamp(min=-1)
+
+
+@pytest.fixture(scope="module")
+def known(model):
+    """The model of `NamedAsInNanoGPT` under known names, which returns logits alone."""
+    return FromSeveralLayers(model, 0.0, lambda states: states[0])
 
 
 @pytest.mark.parametrize("experiment", [skip_sensitivity, logit_lens_kl])
-def test_tokens_and_labels_under_names_of_their_own_are_found(model, experiment):
-    known, own = FromSeveralLayers(model, 0.0, lambda states: states[0]), NamedAsInNanoGPT(model)
-    batch = token_batch()
+@pytest.mark.parametrize("change", [lambda x: x, torch.Tensor.int, torch.flatten])
+def test_tokens_and_labels_under_names_of_their_own_are_found(model, known, experiment, change):
+    own, batch = NamedAsInNanoGPT(model), token_batch()
     ids, labels = batch["input_ids"], batch["labels"]
-    targets = functional.pad(labels[:, 1:], (0, 1), value=-1)
-    found = experiment(own, [{"idx": ids, "targets": targets.where(targets >= 0, -1)}], **QUIET)
+    found = experiment(own, [{"idx": ids, "targets": change(next_tokens(labels))}], **QUIET)
     assert found.equals(experiment(known, [{"input_ids": ids, "labels": labels}], **QUIET))
     with pytest.raises(NormlabError, match="predicts only the last token without labels needs them in the batch"):
         experiment(own, [{"idx": ids}], **QUIET)
 
 
+def test_a_batch_that_fits_both_does_not_make_the_tokens_labels(model, known):
+    """Whose targets are all next tokens; a later batch leaves out some."""
+    own, batch = NamedAsInNanoGPT(model), token_batch()
+    ids, some = batch["input_ids"], batch["labels"]
+    found = skip_sensitivity(own, [{"idx": ids, "targets": next_tokens(one)} for one in (ids, some)], **QUIET)
+    assert found.equals(skip_sensitivity(known, [{"input_ids": ids, "labels": one} for one in (ids, some)], **QUIET))
+
+
+LOSSES = {
+    "smoothed": partial(functional.cross_entropy, ignore_index=-1, label_smoothing=0.1),
+    "with z-loss": lambda x, y: functional.cross_entropy(x, y, ignore_index=-1) + x.logsumexp(-1).square().mean(),
+    "in bfloat16": lambda x, y: functional.cross_entropy(x, y, ignore_index=-1).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_labels_that_the_loss_does_not_show_are_refused(model, loss):
+    own, batch = NamedAsInNanoGPT(model, LOSSES[loss]), token_batch()
+    given = {"idx": batch["input_ids"], "targets": next_tokens(batch["labels"])}
+    with pytest.raises(NormlabError, match="whether targets are labels the returned loss does not tell"):
+        skip_sensitivity(own, [given], **QUIET)
+    with pytest.raises(NormlabError, match="pass loss_tokens="), record(own, ["grad_l2_total"]):
+        own(**given)
+
+
+def test_what_an_embedding_is_asked_for_besides_the_tokens_is_not_them(model):
+    """Positions, where the tokens are cast first."""
+
+    class Placed(FromSeveralLayers):
+        def forward(self, idx, pos):
+            self.places(pos)
+            return super().forward(idx + 0)
+
+    own, ids = Placed(model, 0.0, lambda states: states[0]), token_batch()["input_ids"]
+    own.places = nn.Embedding(16, 4)
+    with pytest.raises(NormlabError, match="neither labels nor input_ids"):
+        skip_sensitivity(own, [{"idx": ids, "pos": torch.arange(ids.shape[1]).expand_as(ids).clone()}], **QUIET)
+
+
+@pytest.mark.parametrize("output", [lambda x: (x, x), lambda x: (x, x, x.mean()), lambda x: (x, (x,)), lambda x: [x]])
+def test_of_other_tuples_nothing_is_taken_for_logits(model, output):
+    class Returns(FromSeveralLayers):
+        def forward(self, input_ids):
+            return output(super().forward(input_ids))
+
+    own = Returns(model, 0.0, lambda states: states[0])
+    with pytest.raises(NormlabError, match="without logits: give a model with a language-model head"):
+        skip_sensitivity(own, [{"input_ids": token_batch()["input_ids"]}], **QUIET)
+
+
+def test_labels_that_are_the_next_tokens_already_are_not_shifted_again(known):
+    """Of a model that returns logits alone, as torchtitan's: its labels are compared with the tokens."""
+    batch = token_batch()
+    ids, labels = batch["input_ids"], batch["labels"]
+    following = next_tokens(labels).masked_fill(next_tokens(labels) < 0, -100)
+    found = skip_sensitivity(known, [{"input_ids": ids, "labels": following}], **QUIET)
+    assert found.equals(skip_sensitivity(known, [{"input_ids": ids, "labels": labels}], **QUIET))
+    with pytest.raises(NormlabError, match="labels are neither the tokens nor the next ones"):
+        skip_sensitivity(known, [{"input_ids": ids, "labels": labels.flip(1)}], **QUIET)
+
+
 def test_labels_under_a_name_of_their_own_are_what_the_returned_loss_averages_over(model):
     own, ids = NamedAsInNanoGPT(model), token_batch()["input_ids"]
-    targets = functional.pad(ids[:, 1:], (0, 1), value=-1)
     with record(own, ["grad_l2_total"]) as rec:
-        own(ids, targets)[1].backward()
-    assert rec.stats().manifest["loss_tokens"] == int((targets >= 0).sum())
+        own(ids, next_tokens(ids))[1].backward()
+    assert rec.stats().manifest["loss_tokens"] == ids[:, 1:].numel()

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from sweep_helpers import InProcess, quiet_sweep, small_preset
 from training_helpers import write_run
@@ -159,6 +160,17 @@ def test_a_sweep_lists_its_runs_and_the_hours_that_finished_runs_tell(text, tmp_
     words = second.in_words().splitlines()
     assert words[0].startswith("   6 runs depth 2 ") and "2.00 h at most   12.00 h in all, 1 done" in words[0]
     assert words[-2:] == ["14 runs, 13 left", "how long they take is not known: --time times a few steps first"]
+    of_four = plan(preset, out, **options | {"threads": 4})
+    assert of_four.table["hours"].equals(second.table["hours"])  # what a core takes, on however many
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_core_hours_are_shared_by_all_threads_of_all_workers(threads):
+    row = {"scheme": "lns", "depth": 2, "tokens": 1e6, "hours": 12.0, "done": False}
+    assert estimate.Plan(pd.DataFrame([row, row]), 2, threads).in_words().splitlines()[-2:] == [
+        "2 runs, 2 left; 24.0 core-hours, 24.0 left",
+        f"about {12.0 / threads:.1f} hours with 2 workers",
+    ]
 
 
 def test_steps_are_timed_where_that_is_asked_for(text, tmp_path, capsys):
