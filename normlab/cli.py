@@ -382,19 +382,21 @@ def _compare(
     """Compare two schemes: their difference, paired by seed, with its interval."""
     from normlab import packed
     from normlab.analysis.compare import compare, report
-    from normlab.runs import MANIFEST, load_runs, read_run
+    from normlab.runs import MANIFEST, load_runs, load_schemes, read_run
     from normlab.study.league import grid
 
+    load = load_schemes
     if all((Path(name) / MANIFEST).is_file() or packed.holds(Path(name)) for name in (a, b)):
         runs = [a, b]
         a, b = (read_run(name).name for name in runs)
+        load = load_runs
         if a == b:
             raise NormlabError(f"{runs[0]} and {runs[1]} are runs of one configuration: name two that differ")
     if runs is None and not Path("runs").exists():
         runs = [str(grid())]
         print(f"normlab: there is no folder runs here: these are the runs of {runs[0]}", file=sys.stderr)
     place: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
-    table = compare(load_runs(runs or "runs"), a, b, metric, depth=depth, width=width, level=level, **place)
+    table = compare(load(runs or "runs"), a, b, metric, depth=depth, width=width, level=level, **place)
     print(report(table, level))
     return 0
 
@@ -414,7 +416,7 @@ def _figures(
     from normlab.analysis import published, selection
     from normlab.export import save_images
     from normlab.files import whole_files
-    from normlab.runs import load_experiments, load_runs
+    from normlab.runs import load_experiments, load_schemes
 
     try:
         from normlab.figures import draw_all
@@ -424,14 +426,16 @@ def _figures(
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise NormlabError(f"output {out} is a file; name a directory")
-    tables, drawn = {"runs": selection.of_depth(load_runs(runs), depth)}, {}
+    every = load_schemes(runs)
+    tables, drawn = {"runs": selection.of_depth(every, depth)}, {}
     try:
-        tables["experiments"] = selection.of_depth(load_experiments(runs), depth)
+        measured = load_experiments(runs)
+        tables["experiments"] = selection.of_depth(measured[measured["run"].isin(every["run"])], depth)
     except NormlabError as error:
         print(f"normlab: without the figures of what was measured after training: {error}", file=sys.stderr)
-    every = draw_all(tables, published.load_published())
+    figures = draw_all(tables, published.load_published())
     with whole_files(folder) as staged:
-        for name, figure in tqdm(every, "figures", disable=quiet, leave=False):
+        for name, figure in tqdm(figures, "figures", disable=quiet, leave=False):
             drawn[name] = figure
             figure.write_html(staged / f"{name}.html", include_plotlyjs=True, config=CONFIG)
         images, missing = save_images(drawn, staged)

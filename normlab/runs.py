@@ -196,7 +196,8 @@ class Run:
 
     def _keys(self) -> dict[str, Any]:
         config = {"dtype": "float32"} | self.manifest["config"]  # manifests without the field are of float32 runs
-        return {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
+        keys = {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
+        return keys | {"lr": rounded_rate(config["lr"])} if "lr" in config else keys
 
     def load_model(self) -> Any:
         """The trained model (`NormlabForCausalLM`). NormlabError: the weights were not kept, or do not fit."""
@@ -216,6 +217,11 @@ def _long(parts: Sequence[tuple[Run, pd.DataFrame, list[Row]]]) -> pd.DataFrame:
         runs += [run, run]
         tables += [stats, added.iloc[begin:end]]
     return _with_keys(runs, tables)
+
+
+def rounded_rate(rate: float) -> float:
+    """A learning rate to six digits, as it is shown: 0.1 * 0.003 and 0.0003 are one."""
+    return float(f"{rate:.6g}")
 
 
 def _with_keys(runs: Sequence[Run], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -423,6 +429,7 @@ def load_runs(path: str | Path | Iterable[str | Path], *, variants: bool = True)
 
     Columns: run scheme depth width seed lr status dtype | step tokens split site layer metric mask value.
 
+    - lr: to six digits, so that rates that differ by a rounding are one.
     - dtype: of matrix products in training steps.
     - step: optimizer steps done; 0 is before training.
     - tokens: trained so far.
@@ -446,6 +453,31 @@ def load_runs(path: str | Path | Iterable[str | Path], *, variants: bool = True)
     table = _long(parts)
     table.attrs[SOURCE] = [str(place) for place in places]
     return table
+
+
+def load_schemes(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+    """`load_runs` of one model per scheme.
+
+    Where some runs of a scheme change its model and others do not, the latter are kept, with a warning.
+
+    Raises:
+        NormlabError: all runs of a scheme change its model, in several ways.
+    """
+    changes: dict[str, dict[str, dict[str, Any]]] = {}
+    for run, config in read_configs(path).items():
+        changes.setdefault(config["scheme"], {})[run] = config.get("model") or {}
+    left: list[str] = []
+    for scheme, models in changes.items():
+        fields = ", ".join(sorted({field for model in models.values() for field in model}))
+        if {} in models.values() and fields:
+            left += [run for run, model in models.items() if model]
+            count = sum(map(bool, models.values()))
+            warnings.warn(f"left out: {count} runs of {scheme} that change its model ({fields})", stacklevel=2)
+        elif any(model != next(iter(models.values())) for model in models.values()):
+            raise NormlabError(f"runs of {scheme} are of several models, which differ in {fields}: give those of one")
+    table = load_runs(path)
+    kept = table[~table["run"].isin(left)] if left else table
+    return kept.reset_index(drop=True)
 
 
 def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:

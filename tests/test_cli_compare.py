@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 from notebook_helpers import write_runs
+from training_helpers import write_run
 
 import normlab
 from normlab import packed
 from normlab.analysis.compare import compare
 from normlab.cli import main
+from normlab.runs import load_schemes
+from normlab.training.config import TrainConfig
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +90,22 @@ def test_one_seed_and_two_runs_say_that_there_is_no_interval(tmp_path, folder, c
 )
 def test_what_cannot_be_compared_is_one_line(arguments, words, folder, refused):
     assert words in refused("compare", *arguments.split(), "--runs", folder)
+
+
+def test_a_scheme_is_its_own_model_and_not_one_that_changes_it(tmp_path, capsys):
+    def write(folder, scheme, **model):
+        config = TrainConfig(scheme=scheme, depth=2, dtype="float32", model=model)
+        return write_run(config, tmp_path / folder, corpus={"unigram_entropy": 6.5}).name
+
+    plain = [write("runs", scheme) for scheme in ("bhyt", "lns")]
+    write("runs", "bhyt", kappa=2.0)
+    with pytest.warns(UserWarning, match=r"left out: 1 runs of bhyt that change its model \(kappa\)"):
+        assert sorted(load_schemes(tmp_path / "runs")["run"].unique()) == sorted(plain)
+    assert main(["compare", "bhyt", "lns", "--runs", str(tmp_path / "runs"), "--split", "train"]) == 0
+    out, err = capsys.readouterr()
+    assert "nothing" not in out and err.count("left out: 1 runs of bhyt") == 1
+    changed = [write("changed", "bhyt", kappa=2.0), write("changed", "lns")]
+    assert sorted(load_schemes(tmp_path / "changed")["run"].unique()) == sorted(changed)
+    write("changed", "bhyt", kappa=3.0)
+    assert main(["figures", str(tmp_path / "changed"), "--out", str(tmp_path / "figures")]) == 2
+    assert "runs of bhyt are of several models, which differ in kappa" in capsys.readouterr().err

@@ -24,6 +24,7 @@ import pandas as pd
 from normlab.analysis.compare import compare
 from normlab.analysis.quantities import DEEP, SIZE, last_values, quantity_row, values_of
 from normlab.analysis.selection import (
+    DIVERGED,
     Selection,
     choose,
     deepest,
@@ -32,6 +33,7 @@ from normlab.analysis.selection import (
     has_learned,
     in_order,
     of_one_setting,
+    require_one_length,
     title_of,
 )
 from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, bracketed, differences, in_words, judged, means
@@ -68,6 +70,7 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
     diverged ...). The last row is the trigram model's loss, where runs store it.
     """
     chosen = choose(runs, depth=None)
+    require_one_length(chosen.runs)
     about = chosen.runs[~chosen.runs["eval_loss"].isin([math.inf])]
     mean = about.groupby(["scheme", "depth"])["eval_loss"].mean()
     table = pd.DataFrame("", index=[title_of(name) for name in chosen.schemes], columns=chosen.depths)
@@ -119,7 +122,7 @@ def apart(runs: pd.DataFrame) -> str:
     depth = deepest(runs)
     runs = runs[runs["depth"] == depth]
     found = extremes(runs)
-    if found.empty:
+    if len(found) < 2:  # one of two schemes diverged
         return ""
     written = "{0.factor:.1f} times the smallest ({0.largest}, {0.smallest}".format
     before, after = map(written, found.itertuples())
@@ -323,13 +326,22 @@ def _measured(runs: pd.DataFrame, claim: Claim, depth: int) -> pd.DataFrame:
             rates = rows[["lr_a", "lr_b"]].to_numpy(float).ravel()
     except NormlabError as error:
         return pd.DataFrame([nothing | {"why": str(error)}])
-    return rows.assign(rates=" and ".join(f"{rate:g}" for rate in dict.fromkeys(rates)), why="")
+    said = " and ".join(f"{rate:g}" for rate in dict.fromkeys(rates) if math.isfinite(rate))
+    why = "" if np.isfinite(rows["estimate"]).all() else _without_number(runs[runs["depth"] == depth], claim)
+    return rows.assign(rates=said, why=why)
+
+
+def _without_number(runs: pd.DataFrame, claim: Claim) -> str:
+    """Why the runs of one depth have no number for a claim."""
+    own = runs[runs["scheme"].isin([claim.a, claim.b])]
+    if own["status"].eq(DIVERGED).any():
+        return "a run diverged"
+    seeds = own.groupby("scheme", observed=True)["seed"].unique()
+    return "not measured" if set.intersection(*map(set, seeds)) else "no seed in common"
 
 
 def _outcome(row: Any, direction: str) -> str:
     """What a row of `judged` says of a claim with this direction."""
-    if not math.isfinite(row.estimate):
-        return "a run diverged"
     none = 1 if row.kind == "ratio" else 0
     as_said = direction == ("below" if row.estimate < none else "above")
     if math.isnan(row.low):

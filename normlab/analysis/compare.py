@@ -96,14 +96,14 @@ def compare_variants(
     """
     if unknown := [name for name in by if name not in configs.columns]:
         raise NormlabError(f"no run sets {', '.join(unknown)}; fields are {', '.join(map(str, configs.columns))}")
-    choice = {name: where.pop(name, None) for name in ("depth", "width")}
+    choice, level = {name: where.pop(name, None) for name in ("depth", "width")}, where.pop("level", LEVEL)
     where = {"site": None, "layer": None, "mask": "all", "split": None, "step": None} | where
     found = []
     for fields, group in configs.groupby(list(by), dropna=False):
         if not {a, b} <= set(group["scheme"]):
             continue
         own = _look(runs[runs["run"].isin(group.index)], a, b, metric, **choice, where=where)
-        rows = _rows(values_of(own, metric, **where), a, b, metric, LEVEL)
+        rows = _rows(values_of(own, metric, **where), a, b, metric, level)
         place = pd.DataFrame([fields] * len(rows), columns=list(by)).drop(columns=rows.columns, errors="ignore")
         found.append(pd.concat([place, rows], axis=1))
     if not found:

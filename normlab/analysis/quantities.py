@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.selection import DIVERGED, Selection, experiments_of
+from normlab.analysis.selection import DIVERGED, Selection, experiments_of, require_one_length
 from normlab.errors import NormlabError
 from normlab.probes.metrics import Metric, metric_row
 from normlab.runs import SOURCE, load_experiments
@@ -73,14 +73,20 @@ def last_values(
 ) -> pd.DataFrame:
     """One row per run: `run scheme depth width seed lr dtype value`, at the last step and layer or at those given.
 
-    A diverged run's last value is missing. Its value before it diverged says nothing of the scheme.
+    A diverged run's last value is missing. Its value before it diverged says nothing of the scheme. At a site without
+    layers there is one value.
+
+    Raises:
+        NothingToShow: no step is given, and runs of one depth were not trained equally long.
     """
+    if step is None:
+        require_one_length(chosen.runs)
     site = site or metric_row(metric).default_site
     if site == "model":
         rows = chosen.rows("model", metric, split=split or ("eval" if metric == "loss" else None))
     else:
         rows = chosen.rows(site, metric, mask, split)
-    if site != "model" or layer is not None:
+    if layer is not None or (site != "model" and rows["layer"].notna().any()):
         number = rows["layer"].astype("Int64")
         rows = rows[number == (rows["depth"] if layer is None else layer)]
     if step is not None:
@@ -132,8 +138,8 @@ def experiments(chosen: Selection) -> pd.DataFrame:
 
 def _uniform_attentions(chosen: Selection, step: int | None) -> pd.DataFrame:
     rows = chosen.rows("model", "uniform_attention")
-    at = rows["step"].max() if step is None else step
-    rows = rows[rows["step"].eq(at) & rows["layer"].gt(1)]
+    at = rows.groupby("run", observed=True)["step"].transform("max") if step is None else step
+    rows = rows[rows["step"].eq(at) & rows["layer"].gt(1)].drop_duplicates(["run", "layer"])
     return _by_run(chosen, rows.groupby("run", observed=True)["value"].sum(), step)
 
 

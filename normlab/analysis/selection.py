@@ -20,7 +20,7 @@ import pandas as pd
 
 from normlab.errors import NormlabError
 from normlab.probes.metrics import NGRAM_LOSSES, metric_row
-from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED  # noqa: F401  (figures read no files)
+from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED, rounded_rate  # noqa: F401  (figures read no files)
 from normlab.schemes import SCHEMES
 
 NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype"))
@@ -175,6 +175,7 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     by_run = runs.groupby("run", observed=True)
     about = by_run[["scheme", "depth", "width", "seed", "lr", "status"]].first()
     about = about.astype({"scheme": str, "status": str})
+    about["lr"] = about["lr"].astype(float).map(rounded_rate)
     about["dtype"] = by_run["dtype"].first().astype(str) if "dtype" in runs.columns else ""
     about["steps"] = by_run["step"].max()
     about["tokens"] = by_run["tokens"].max() if "tokens" in runs.columns else np.nan
@@ -183,7 +184,8 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     losses = losses[losses["metric"].ne("validation_loss") | losses["split"].eq("eval")]
     by_split = losses["split"].map({"train": "train_loss", "eval": "eval_loss"})
     column = by_split.where(losses["metric"] == "loss", losses["metric"]).rename("column")
-    last = losses.groupby(["run", column], observed=True)["value"].last().unstack()
+    ends = losses.assign(column=column).drop_duplicates(["run", "column"], keep="last")
+    last = ends.pivot(index="run", columns="column", values="value")
     about = about.join(last.reindex(columns=["train_loss", "eval_loss", "validation_loss", *NGRAM_LOSSES]))
     validation, diverged = about["validation_loss"].astype(float), about["status"] == DIVERGED
     about["eval_loss"] = about["eval_loss"].astype(float).mask(diverged, np.inf)
@@ -253,7 +255,7 @@ class Selection:
         widths = sorted(int(width) for width in self.runs["width"].unique())
         seeds = seeds_in_words(self.runs.groupby(["scheme", "depth"])["seed"].nunique())
         parts = [f"depth {_listed(self.depths)}", f"width {_listed(widths)}"]
-        parts += [f"{self.runs['steps'].max():,.0f} training steps", seeds, self.rate(), self.precision()]
+        parts += [f"{_ends(self.runs)} training steps", seeds, self.rate(), self.precision()]
         return " · ".join(filter(None, parts))
 
     def precision(self) -> str:
@@ -425,6 +427,24 @@ def _common_rates(here: pd.DataFrame) -> pd.Index:
     """Learning rates that all schemes of these runs were run with."""
     schemes = here.groupby("lr")["scheme"].nunique()
     return schemes.index[schemes == here["scheme"].nunique()]
+
+
+def require_one_length(about: pd.DataFrame) -> None:
+    """Refuse what compares runs after training if finished ones of a depth were not trained equally long."""
+    for depth, here in about[about["status"] != DIVERGED].groupby("depth"):
+        for length in ("steps", "tokens"):
+            if here[length].nunique() > 1:
+                raise NothingToShow(
+                    f"The runs of depth {depth} were trained for {here[length].min():,.0f} to "
+                    f"{here[length].max():,.0f} {length}: keep those of one length."
+                )
+
+
+def _ends(about: pd.DataFrame) -> str:
+    """Steps of finished runs in words: "6,000", or "1,000 to 6,000"."""
+    whole = about[about["status"] != DIVERGED]
+    steps = (about if whole.empty else whole)["steps"]
+    return f"{steps.max():,.0f}" if steps.nunique() == 1 else f"{steps.min():,.0f} to {steps.max():,.0f}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -39,8 +39,8 @@ from normlab.store import is_address
 
 RATE = 4e-3  # at which sizes are compared, where runs have it
 SIZES = ("growth", "deep_cost")  # compared at one rate
-ALIKE = ["width", "steps", *NGRAM_LOSSES]  # runs that differ in these cannot be of one table
-LOSS_AT = "loss_at_"  # begins the name of a column: the loss at one rate
+ALIKE = ["width", "steps", "tokens", *NGRAM_LOSSES]  # runs that differ in these cannot be of one table
+LOSS_AT, LEARNED_AT = "loss_at_", "learned_at_"  # begin the names of columns: of one rate
 MARIN, CHANGE = "marin", "loss_change"  # a source of `load_published`, and its metric: loss minus its baseline's
 WORDS = ("deepest_trained", "claim")  # metrics of `load_published` whose note is what a paper says
 FEWEST = 3  # schemes that a rank agreement needs
@@ -63,7 +63,8 @@ def load(folders: Iterable[str | Path]) -> pd.DataFrame:
     """
     runs = load_runs(require_folders(folders), variants=False)
     about = summarize(runs)
-    about["steps"] = about["steps"].mask(about["status"] == DIVERGED)  # a diverged run stopped early
+    lengths = about[["steps", "tokens"]]
+    about[["steps", "tokens"]] = lengths.mask(about["status"] == DIVERGED)  # a diverged run stopped early
     for depth, own in about.groupby("depth"):
         unlike = [name for name, values in own[ALIKE].round(6).items() if values.nunique() > 1]
         if unlike:
@@ -114,7 +115,7 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
     about = about[about["depth"] == depth]
     if about.empty:
         raise NormlabError(f"no run of {depth} blocks in the table")
-    about = about.assign(learned=has_learned(about), eval_loss=about["eval_loss"].fillna(np.inf))
+    about = about.assign(learned=has_learned(about))
     chosen = Selection(runs[runs["run"].isin(about.index)], about)
     for name in SIZES:
         about[name] = np.nan
@@ -138,11 +139,12 @@ def contenders(runs: pd.DataFrame, depth: int | None = None, at: float | None = 
             the one of most schemes.
 
     Returns:
-        Columns `scheme depth best at_edge seeds loss learned minus low high p_holm verdict`, a column `loss_at_<rate>`
-        for each rate, `at growth deep_cost`. `best` is the rate of the lowest validation loss, of those with most
-        seeds; `at_edge` whether it is the least or the largest that was tried. `minus` is the scheme's loss at its best
-        rate minus Pre-LN's at its own, paired by seed. `low` and `high` are the pair's own 95% interval (t over the
-        seeds), and `verdict` is corrected by Holm over the schemes with four seeds; of fewer there is neither.
+        Columns `scheme depth best at_edge seeds loss learned minus low high p_holm verdict`, columns `loss_at_<rate>`
+        and `learned_at_<rate>` for each rate, `at growth deep_cost`. `best` is the rate of the lowest validation loss,
+        of those with most seeds; `at_edge` whether it is the least or the largest that was tried. `minus` is the
+        scheme's loss at its best rate minus Pre-LN's at its own, paired by seed. `low` and `high` are the pair's own
+        95% interval (t over the seeds), and `verdict` is corrected by Holm over the schemes with four seeds; of fewer
+        there is neither.
     """
     depth = max(depths_of_most(runs), default=0) if depth is None else depth
     rates = by_rate(runs, depth)
@@ -154,11 +156,13 @@ def contenders(runs: pd.DataFrame, depth: int | None = None, at: float | None = 
         row = {"scheme": scheme, "depth": depth, "best": best["lr"], "at_edge": best["lr"] in ends and len(own) > 1}
         row |= {name: best[name] for name in ("seeds", "loss", "learned")}
         row |= {f"{LOSS_AT}{rate:g}": loss for rate, loss in zip(own["lr"], own["loss"], strict=True)}
+        row |= {f"{LEARNED_AT}{rate:g}": learned for rate, learned in zip(own["lr"], own["learned"], strict=True)}
         there = own[np.isclose(own["lr"], at)]
         rows.append(row | {"at": at} | {name: there[name].iloc[0] if len(there) else np.nan for name in SIZES})
     table = pd.DataFrame(rows).merge(_against_baseline(runs, depth, rates), on="scheme", how="left")
     order = ["scheme", "depth", "best", "at_edge", "seeds", "loss", "learned"]
-    order += ["minus", "low", "high", "p_holm", "verdict", *(f"{LOSS_AT}{rate:g}" for rate in _rates(table))]
+    order += ["minus", "low", "high", "p_holm", "verdict"]
+    order += [f"{name}{rate:g}" for name in (LOSS_AT, LEARNED_AT) for rate in _rates(table)]
     return table.sort_values("loss", ignore_index=True)[[*order, "at", *SIZES]]
 
 
@@ -298,13 +302,14 @@ def moved(table: pd.DataFrame) -> pd.DataFrame:
     """How far the learning rate moves a scheme's loss, and how far its best is from Pre-LN's.
 
     Returns:
-        Columns `scheme by_rate from_baseline`, nats: the largest loss minus the smallest over the rates that Pre-LN has
-        too, and the distance of the two best losses. A row per scheme that has learned and shares several rates.
+        Columns `scheme by_rate from_baseline`, nats: the largest loss minus the smallest over the rates at which
+        neither it nor Pre-LN diverged, and the distance of the two best losses. A row per scheme that has learned and
+        shares several rates.
     """
     rows, of = [], table.set_index("scheme").filter(regex=f"^{LOSS_AT}")
     learned = table.loc[table["learned"].astype(bool), ["scheme", "loss"]].set_index("scheme")["loss"]
     for scheme in learned.index.drop(BASELINE) if BASELINE in learned.index else ():
-        losses = of.loc[scheme, of.loc[[scheme, BASELINE]].notna().all()].astype(float)
+        losses = of.loc[scheme, np.isfinite(of.loc[[scheme, BASELINE]].astype(float)).all()].astype(float)
         if len(losses) > 1:
             rows.append((scheme, losses.max() - losses.min(), abs(learned[scheme] - learned[BASELINE])))
     return pd.DataFrame(rows, columns=["scheme", "by_rate", "from_baseline"])
@@ -355,7 +360,7 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
     """The table's numbers as text, one row per scheme. Columns without a value are left out.
 
     A star is at each scheme's best rate, a + where that is an edge of those that were tried. A loss in parentheses is
-    of a scheme that has not learned with every seed at its best rate.
+    of a rate at which not every seed has learned.
     """
     columns = {"scheme": table["title"]}
     for rate in _rates(table):
@@ -370,7 +375,7 @@ def _loss(row: pd.Series, rate: float) -> str:
     loss = row[f"{LOSS_AT}{rate:g}"]
     if pd.isna(loss):
         return ""
-    text = f"{loss:.2f}" if row["learned"] else f"({loss:.2f})"
+    text = f"{loss:.2f}" if row[f"{LEARNED_AT}{rate:g}"] or np.isinf(loss) else f"({loss:.2f})"
     return text + ("" if rate != row["best"] else "+" if row["at_edge"] else "*")
 
 

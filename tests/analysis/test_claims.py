@@ -193,6 +193,7 @@ def test_the_extremes_are_the_geometric_means_of_the_last_layer():
     assert "stream after 4 blocks" in said and said.endswith("Learning rate: 0.001.")
     written = "{0.factor:.1f} times the smallest ({0.largest}, {0.smallest}".format
     assert all(written(row) in said for row in deep.itertuples())
+    assert claims.apart(table(SCHEMES[:2], depths=(4,), statuses={("lns", 4): "diverged"})) == ""
     runs.loc[runs["scheme"] == "lns", "lr"] *= 2
     assert "0.002 (LNS), so the ratio after training is not the effect of normalization alone" in claims.apart(runs)
 
@@ -233,6 +234,17 @@ def test_one_seed_says_whether_it_is_as_claimed_and_decides_nothing():
     said = claims.sentence(claims.tested(runs, [*asked, lower._replace(says="DyT", b="dyt")]))
     assert said.endswith("Of 3 claims 1 is as claimed and 1 not, by one seed; 1 cannot be decided here.")
     assert claims.tested(runs, [lower._replace(b="dyt")])["says"].tolist() == ["not run"]
+
+
+def test_why_there_is_no_number_is_what_happened():
+    lower = claims.Claim("LNS is lower", "lns", "pre_rmsnorm", "loss", "below")
+    runs = table(SCHEMES, depths=(4,), statuses={("lns", 4): "diverged"})
+    assert claims.tested(runs, [lower])["says"].tolist() == ["a run diverged"]
+    apart = pd.concat([table(("lns",), (4,), (0,)), table(("pre_rmsnorm",), (4,), (1,))], ignore_index=True)
+    assert claims.tested(apart, [lower])["says"].tolist() == ["no seed in common"]
+    bare = table(SCHEMES, depths=(4,)).query("metric != 'token_l2_mean' or layer != 1")
+    grown = claims.Claim("Pre-LN grows", "pre_rmsnorm", None, "growth", "above")
+    assert claims.tested(bare, [grown])["says"].tolist() == ["not measured"]
 
 
 def test_losses_stand_by_scheme_and_depth_with_what_must_be_known_of_them():

@@ -10,7 +10,7 @@ from figures_helpers import empty, one_run, table
 from normlab.analysis.claims import shown
 from normlab.analysis.compare import compare, compare_variants, report
 from normlab.analysis.profiles import Profiles, View, default_view
-from normlab.analysis.quantities import last_values
+from normlab.analysis.quantities import last_values, values_of
 from normlab.analysis.selection import NothingToShow, choose, fully_tried, summarize
 from normlab.analysis.verdicts import DIFFERENT, UNDECIDED, in_words
 from normlab.errors import NormlabError
@@ -336,3 +336,56 @@ def test_seeds_of_two_lengths_are_not_averaged():
         compare(both, "bhyt", "lns")
     early = one_run("bhyt", seed=8, steps=(0, 10), status="diverged")  # it stopped by itself
     assert len(choose(pd.concat([table(("bhyt",), depths=(4,)), early])).runs) == 4
+
+
+def test_what_compares_after_training_is_not_asked_of_runs_of_two_lengths():
+    runs = table(depths=(4,))
+    chosen = choose(runs[(runs["scheme"] != "lns") | (runs["step"] <= 10)], depth=4)
+    with pytest.raises(NothingToShow, match="depth 4 were trained for 10 to 20 steps: keep those of one length"):
+        last_values(chosen, "loss")
+    assert last_values(chosen, "loss", step=10)["value"].notna().all()
+    assert "10 to 20 training steps" in chosen.describe()
+    diverged = table(depths=(4,), statuses={("lns", 4): "diverged"})
+    last_values(choose(diverged[(diverged["scheme"] != "lns") | (diverged["step"] <= 10)], depth=4), "loss")
+
+
+def test_rates_that_differ_by_a_rounding_are_one():
+    seeds = [table(("lns", "bhyt"), (4,), (seed,), lr=rate) for seed, rate in enumerate((3e-4, 0.1 * 0.003))]
+    found = compare(pd.concat(seeds, ignore_index=True), "lns", "bhyt").iloc[0]
+    assert (found["seeds"], found["unpaired"], found["lr_a"]) == (2, 0, 3e-4)
+
+
+def test_a_site_without_layers_has_one_value():
+    runs = table(("lns", "bhyt"), (4,))
+    rows = runs[(runs["metric"] == "token_l2_mean") & (runs["layer"] == 0)]
+    rows = rows.assign(site="embed_tokens.weight", metric="parameter_rms", layer=pd.NA, value=rows["seed"] + 1.0)
+    rows["value"] *= rows["scheme"].map({"lns": 2.0, "bhyt": 1.0})
+    runs = pd.concat([runs, rows.astype({"layer": "Int64"})], ignore_index=True)
+    found = compare(runs, "lns", "bhyt", "parameter_rms", site="embed_tokens.weight").iloc[0]
+    assert found["seeds"] == 3 and found["estimate"] == pytest.approx(2.0)
+
+
+def test_a_last_loss_that_is_no_number_is_not_an_earlier_one():
+    runs = table(("lns",), (4,), (0,))
+    end = (runs["metric"] == "loss") & (runs["split"] == "eval") & (runs["step"] == 20)
+    runs.loc[end, "value"] = math.nan
+    assert math.isnan(summarize(runs)["eval_loss"].iloc[0]) and summarize(runs)["train_loss"].notna().all()
+
+
+def test_uniform_attentions_are_of_each_runs_own_last_step_and_counted_once():
+    shallow = one_run("lns", 2)
+    runs = pd.concat([shallow[shallow["step"] <= 10], one_run("lns", 4)], ignore_index=True)
+    ends = runs["step"].eq(runs.groupby("run")["step"].transform("max")) & runs["metric"].eq("token_l2_mean")
+    rows = runs[ends].assign(site="model", metric="uniform_attention", value=1.0)
+    chosen = choose(pd.concat([runs, rows, rows], ignore_index=True), depth=None)
+    found = values_of(chosen, "uniform_attentions").set_index("depth")["value"]
+    assert found.to_dict() == {2: 1.0, 4: 3.0}
+
+
+def test_groups_have_the_level_that_was_asked_for():
+    runs = table()
+    noise = runs["seed"].map({0: 0.01, 1: -0.02, 2: 0.0})
+    runs["value"] += noise.where(runs["scheme"].eq("lns") & runs["metric"].eq("loss"), 0.0)
+    configs = runs.drop_duplicates("run").set_index("run")[["scheme", "depth", "lr"]]
+    narrow, wide = (compare_variants(runs, configs, "lns", "bhyt", ["lr"], level=level) for level in (0.9, 0.99))
+    assert ((wide["high"] - wide["low"]) > (narrow["high"] - narrow["low"])).all()

@@ -201,7 +201,19 @@ def test_the_printed_table_marks_best_rates_and_fits_a_terminal(table):
     full = full.assign(scheme=names, title=[SCHEMES[name].title for name in names], deep_cost=0.123, minus=-0.05)
     full = full.assign(low=-0.08, high=-0.02, at_edge=True)
     full.insert(13, "loss_at_0.001", 3.5), full.insert(16, "loss_at_0.016", 3.5)
+    full = full.assign(**{"learned_at_0.001": True, "learned_at_0.016": False})
     assert max(map(len, league.printed(full).splitlines())) <= 100
+
+
+def test_a_loss_is_in_parentheses_where_not_every_seed_has_learned(runs):
+    """By rate: of a scheme that has learned at another one too, and of one that has at that rate alone."""
+    told = {("lns", 8e-3): 3.9, ("dyt", 2e-3): 3.6}
+    end = (runs["metric"] == "loss") & (runs["split"] == "eval") & (runs["step"] == 20)
+    changed = pd.Series(zip(runs["scheme"], runs["lr"], strict=True), index=runs.index).map(told).where(end)
+    made = contenders(runs.assign(value=changed.fillna(runs["value"])))
+    found = league.shown(made.assign(title=made["scheme"], step=np.nan)).set_index("scheme")
+    assert found.loc["lns", [".002", ".004", ".008"]].tolist() == ["3.20", "3.09*", "(3.90)"]
+    assert found.loc["dyt", ".002"] == "3.60" and found.loc["dyt", ".004"] == "(6.60)"
 
 
 def config(**fields):
@@ -226,6 +238,7 @@ def test_changed_models_are_no_rows_and_a_twin_in_another_precision_is_no_seed(t
     ("other", "message"),
     [
         ({"trigram_loss": 4.1}, "runs of 2 blocks differ in trigram_loss, .* normlab.packages. is installed"),
+        ({"batch_size": 64}, "runs of 2 blocks differ in tokens, so their losses do not compare$"),
         ({"width": 64}, "runs of 2 blocks differ in width, so their losses do not compare$"),
         ({"warmup": 0.3}, "runs of lns at depth 2, rate .* and seed 0 differ in something else"),
     ],
