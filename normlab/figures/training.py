@@ -101,8 +101,9 @@ def _add_curves(figure: go.Figure, rows: pd.DataFrame, name: str, split: str, wi
     if rows.empty:
         return
     wide = rows.pivot_table(index="step", columns="seed", values="value")
-    apart = np.diff(wide.index).min() if len(wide) > 1 else 1  # steps from one logged loss to the next
-    wide = wide.rolling(max(1, int(window // apart)), min_periods=1).mean().where(wide.notna())
+    as_times = wide.set_axis(pd.to_timedelta(wide.index.to_numpy(np.int64)))  # a window is then of steps, not of rows
+    means = as_times.rolling(pd.Timedelta(window), min_periods=1).mean().set_axis(wide.index)
+    wide = means.where(wide.notna())
     thin = dict(color=theme.faded(theme.style_of(name).color, 0.3), width=1)
     for seed in wide.columns if wide.shape[1] > 1 and split == "eval" else ():
         values, meta = wide[seed].dropna(), dict(scheme=name, split=split, seed=str(seed))

@@ -262,6 +262,21 @@ def test_the_window_of_a_curve_is_in_steps_whatever_was_logged():
         assert line.y[-1] == pytest.approx(np.arange(600, 580, -every).mean() / 100)
 
 
+def test_the_window_of_a_curve_does_not_shrink_with_the_shortest_gap_between_logs():
+    def training(last: int, **other: str) -> pd.DataFrame:
+        steps = [*range(0, last, 10), last]
+        runs = one_run("lns", steps=steps, **other)
+        is_loss = runs["metric"].eq("loss") & runs["split"].eq("train")
+        return runs.assign(value=runs["value"].mask(is_loss, runs["step"] / 100))
+
+    stopped = training(303, status="diverged").assign(seed=1, run="stopped")
+    for runs in (training(601), pd.concat([training(600), stopped], ignore_index=True)):
+        figure = loss_curves(runs)
+        (line,) = lines(figure, scheme="lns", split="train")
+        assert "mean of the last 20 steps" in text_of(figure)
+        assert dict(zip(line.x, line.y, strict=True))[500] == pytest.approx((4.9 + 5.0) / 2)
+
+
 def test_runs_of_two_texts_are_not_drawn_or_averaged_together():
     other = one_run("lns")
     other["value"] = other["value"].mask(other["metric"] == "unigram_entropy", 4.95)
