@@ -277,6 +277,22 @@ def test_the_window_of_a_curve_does_not_shrink_with_the_shortest_gap_between_log
         assert dict(zip(line.x, line.y, strict=True))[500] == pytest.approx((4.9 + 5.0) / 2)
 
 
+def test_a_diverged_run_is_in_nothing_that_is_said_of_the_end_of_training():
+    seeds = [one_run("lns", seed=seed) for seed in (0, 1)]
+    lost = [one_run(scheme, seed=2, status="diverged") for scheme in ("lns", "dyt")]
+    high = [part.assign(value=part["value"].mask(part["site"].eq("block_out"), 7.0 * part["layer"])) for part in lost]
+    runs = pd.concat([*seeds, *high, one_run("pre_rmsnorm")], ignore_index=True)
+    labels = [note.text for note in loss_curves(runs).layout.annotations]
+    assert "LNS 4.250 (1 of 3 seeds diverged)" in labels and "DyT (diverged)" in labels
+    stopped = runs[runs["status"].ne("diverged") | runs["step"].lt(20)]
+    for one in (layer_growth(runs), layer_growth(stopped)):
+        assert "DyT" not in one.layout.title.text and "(LNS) to" in one.layout.title.text
+        panels = [note.text for note in one.layout.annotations if "diverged" in note.text]
+        assert len(panels) == 2 and [("last layer" in text) for text in panels] == [True, False]
+    size = [activation("lns", 4, step) * (1.00 * 1.01) ** 0.5 for step in (0, 20)]
+    assert any(f"last layer {size[0]:.3g} → {size[1]:.3g}" in a.text for a in layer_growth(runs).layout.annotations)
+
+
 def test_runs_of_two_texts_are_not_drawn_or_averaged_together():
     other = one_run("lns")
     other["value"] = other["value"].mask(other["metric"] == "unigram_entropy", 4.95)
