@@ -20,6 +20,7 @@ from normlab.figures import (
     growth_before_after,
     layer_growth,
     loss_curves,
+    profile,
     quantity_by_rate,
     themed,
 )
@@ -291,6 +292,19 @@ def test_a_diverged_run_is_in_nothing_that_is_said_of_the_end_of_training():
         assert len(panels) == 2 and [("last layer" in text) for text in panels] == [True, False]
     size = [activation("lns", 4, step) * (1.00 * 1.01) ** 0.5 for step in (0, 20)]
     assert any(f"last layer {size[0]:.3g} → {size[1]:.3g}" in a.text for a in layer_growth(runs).layout.annotations)
+
+
+def test_a_profile_relative_to_layer_one_says_so_on_its_axis_in_its_title_and_when_hovered():
+    for reference, shown in (
+        (None, "relative to layer 1"),
+        ("pre_rmsnorm", "relative to layer 1, ratio to Pre-LN, paired by seed"),
+    ):
+        figure = profile(table(depths=(4,)), "token_l2_mean", relative=True, reference=reference)
+        assert figure.layout.yaxis.title.text == shown and "by layer, relative to layer 1" in figure.layout.title.text
+        (lns,) = lines(figure, scheme="lns")
+        assert f"<i>token_l2_mean: {shown}; " in lns.hovertemplate
+    plain = profile(table(depths=(4,)), "token_l2_mean", reference="pre_rmsnorm")
+    assert plain.layout.yaxis.title.text == "ratio to Pre-LN, paired by seed" and "relative" not in plain.to_json()
 
 
 def test_runs_of_two_texts_are_not_drawn_or_averaged_together():
