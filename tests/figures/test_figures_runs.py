@@ -19,6 +19,7 @@ from normlab.figures import (
     depth_scaling,
     growth_before_after,
     layer_growth,
+    loss_by_rate,
     loss_curves,
     profile,
     quantity_by_rate,
@@ -305,6 +306,36 @@ def test_a_profile_relative_to_layer_one_says_so_on_its_axis_in_its_title_and_wh
         assert f"<i>token_l2_mean: {shown}; " in lns.hovertemplate
     plain = profile(table(depths=(4,)), "token_l2_mean", reference="pre_rmsnorm")
     assert plain.layout.yaxis.title.text == "ratio to Pre-LN, paired by seed" and "relative" not in plain.to_json()
+
+
+def test_a_finished_run_without_a_loss_has_not_diverged():
+    finished = [one_run("lns", lr=lr) for lr in (1e-3, 2e-3, 3e-3)]
+    runs = pd.concat([*finished, one_run("lns", lr=4e-3, status="diverged")])
+    lost = runs["lr"].eq(2e-3) & runs["metric"].eq("loss") & runs["split"].eq("eval")
+    figure = loss_by_rate(runs[~lost])
+    (triangle,) = [trace for trace in figure.data if trace.marker.symbol == "triangle-up"]
+    assert list(triangle.x) == [4e-3] and "diverged" in triangle.hovertemplate
+    assert "without 1 run that logged no held-out loss" in text_of(figure)
+    assert "logged no" not in text_of(loss_by_rate(runs))
+
+
+def test_runs_of_unequal_length_do_not_stand_side_by_side_at_their_rates():
+    pilot, whole = one_run("lns", lr=3e-3, steps=(0, 5, 10)), one_run("lns")
+    stopped = one_run("bhyt", lr=3e-3, steps=(0, 5, 10), status="diverged")
+    for draw in (loss_by_rate, quantity_by_rate):
+        said = text_of(draw(pd.concat([whole, pilot]))).replace("<br>", " ")
+        assert "The runs of 4 blocks were trained for 10 and 20 steps: keep those of one length." in said
+        larger = one_run("lns", lr=3e-3).assign(tokens=lambda rows: 2 * rows["tokens"])
+        said = text_of(draw(pd.concat([whole, larger]))).replace("<br>", " ")
+        assert "were trained for 2,000 and 4,000 tokens" in said
+        assert draw(pd.concat([whole, one_run("lns", lr=3e-3), stopped])).data, "a diverged run stopped early"
+
+
+def test_a_figure_by_rate_names_the_width_that_it_picks():
+    runs = pd.concat([one_run("lns", lr=lr, seed=seed) for lr in (1e-3, 3e-3) for seed in (0, 1)])
+    wide = runs[runs["seed"] == 0].assign(width=32, run=lambda rows: rows["run"] + "-wide")
+    assert "width" not in text_of(loss_by_rate(runs))
+    assert "4 blocks, 0.0M tokens · width 16" in text_of(loss_by_rate(pd.concat([runs, wide])))
 
 
 def test_runs_of_two_texts_are_not_drawn_or_averaged_together():
