@@ -180,7 +180,7 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
     Outcomes are those of `outcomes`: a disc trains, a ring stalls, a cross diverges. A cross has no loss: it is drawn
     `BEYOND` above the unigram entropy, as are losses above that. Gradients are of the batch at each block's input
     (``grad_l2_total``), the stream is its L2 norm per token (``token_l2_mean``). Both are geometric means over seeds.
-    Each row of a profile spans its first layer to its last.
+    Each row of a profile spans its first layer to its last. Runs that diverged have no stream after training.
     """
     shown = selected(runs)
     table = outcomes(shown.runs)
@@ -229,6 +229,8 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
 def _profile(shown: Selection, names: list[str], site: str, metric: str, when: str, column: int) -> go.Heatmap:
     rows = shown.rows(site, metric, "all")
     rows = rows[rows["value"].gt(0) & np.isfinite(rows["value"].astype(float)) & rows["layer"].notna()]
+    if when == "last":  # what a run measured before it diverged is not of the end of training
+        rows = rows[rows["status"] != DIVERGED]
     steps = rows.groupby("scheme", observed=True)["step"]
     rows = rows[rows["step"] == steps.transform("min" if when == "first" else "max")]
     positions = np.linspace(0, 1, _COLUMNS)

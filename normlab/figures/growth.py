@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from normlab.analysis.quantities import last_values
-from normlab.analysis.selection import NothingToShow, Selection, mean_of
+from normlab.analysis.selection import DIVERGED, NothingToShow, Selection, mean_of
 from normlab.analysis.verdicts import DIFFERENT, bracketed, differences, judged
 from normlab.figures import theme
 from normlab.figures.draw import (
@@ -56,7 +56,7 @@ def layer_growth(
 
     Lines are means (geometric for sizes) over seeds; step 0, before training, is dashed. All schemes of a depth have
     one learning rate where they share one. A gradient at layer l is that at the input of block l. It is of the loss
-    summed over tokens, so values do not depend on how batches are cut.
+    summed over tokens, so values do not depend on how batches are cut. Titles are of the runs that did not diverge.
 
     Args:
         metric: a name of `METRICS`; it is shown where its row there says.
@@ -66,12 +66,14 @@ def layer_growth(
     """
     row, shown = metric_row(metric), selected(runs, same_rate=True)
     site = row.default_site
-    rows = _mean_over_seeds(shown.rows(site, metric, "all"), metric)
+    measured = shown.rows(site, metric, "all")
+    rows = _mean_over_seeds(measured, metric)
     if rows.empty:
         raise NothingToShow(f"{metric} was not measured at: {site_label(site)}.")
     points = published_points(published, metric, shown.schemes, site)
     schemes = [name for name in shown.schemes if name in set(rows["scheme"])]
-    titles = [_panel_title(shown, rows[rows["scheme"] == name], name) for name in schemes]
+    ended = _mean_over_seeds(measured[measured["status"] != DIVERGED], metric)
+    titles = [_panel_title(shown, ended[ended["scheme"] == name], name) for name in schemes]
     grid = dict(shared_yaxes=log, horizontal_spacing=0.022 if log else 0.05)
     figure, cells, inner = panels(schemes, titles, "layer", _COLUMNS, _PANEL, _GAP, **grid)
     last = float(rows["step"].max())
@@ -94,7 +96,7 @@ def layer_growth(
     figure.update_layout(showlegend=False, margin=dict(l=70, r=92, t=138, b=72))
     axes = "" if log else " · each panel has its own axis"
     about = f"{site_label(site)} · {shown.describe()}<br>dashed: step 0{axes}"
-    title = f"{row.label[0].upper()}{row.label[1:]} by layer{_range_of_growth(rows) if row.is_ratio else ''}"
+    title = f"{row.label[0].upper()}{row.label[1:]} by layer{_range_of_growth(ended) if row.is_ratio else ''}"
     return theme.titled(figure, title, about, inner + 210)
 
 

@@ -63,7 +63,7 @@ def profile(
         runs: the table of `normlab.load_runs`.
         metric, site, mask, depth, step: default: block outputs after training, at the depth where most of the schemes
             were run (`normlab.analysis.profiles.default_view`).
-        relative: each profile divided by its value at layer 1.
+        relative: each profile divided by its value at layer 1. With `reference`, such profiles are compared.
         reference: scheme against which all are shown, with 95% intervals.
         rate: the runs' learning rate, or "best": each scheme's best one. Default: one that all schemes of the depth
             share, else "best".
@@ -209,7 +209,7 @@ def _line(line: Profile, view: View, style: look.Style, is_theory: bool = False)
 
 def _hover(view: View, title: str, about: str) -> str:
     row = metric_row(view.metric)
-    what = row.definition if view.reference is None else f"{_against(view)}; {row.definition}"
+    what = "; ".join(filter(None, (_compared(view), row.definition)))
     where = "<br>layer %{x}: %{y:.4~g}"
     return f"<b>{title}</b>{where}<br>{about}<br><i>{row.name}: {what}</i><extra></extra>"
 
@@ -230,7 +230,8 @@ def _title(view: View, rate: str, band: bool) -> str:
     row = metric_row(view.metric)
     when = "before training" if view.step == 0 else f"step {view.step:,}"
     where = f"{site_label(view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
-    title = f"{row.label[0].upper()}{row.label[1:]} by layer, {when}"
+    by_layer = "by layer, relative to layer 1" if view.relative else "by layer"
+    title = f"{row.label[0].upper()}{row.label[1:]} {by_layer}, {when}"
     shaded = "smallest to largest seed" if view.reference is None else f"{LEVEL:.0%} interval"
     about = row.definition + (f" · shaded: {shaded}" if band else "")
     return look.in_one(title, where, *wrap(about, _LINE))
@@ -238,9 +239,6 @@ def _title(view: View, rate: str, band: bool) -> str:
 
 def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: bool) -> dict[str, Any]:
     row = metric_row(view.metric)
-    label = "relative to layer 1" if view.relative else row.axis
-    if view.reference is not None:
-        label = _against(view)
     neutral = 1.0 if row.is_ratio else 0.0
     neutral_line = dict(color=look.NEUTRAL, dash="dot")
     line = dict(type="line", xref="x domain", x0=0, x1=1, y0=neutral, y1=neutral, line=neutral_line)
@@ -251,7 +249,7 @@ def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: b
         margin=_MARGIN,
         hovermode="closest",
         xaxis=dict(title=dict(text="layer"), range=[0, deepest], dtick=max(1, round(deepest / 8))),
-        yaxis=dict(title=dict(text=label)) | value_axis(bounds, log),
+        yaxis=dict(title=dict(text=_compared(view) or row.axis)) | value_axis(bounds, log),
         shapes=[line] if view.reference is not None else [],
     )
 
@@ -262,6 +260,10 @@ def _nothing(profiles: Profiles, view: View) -> dict[str, object]:
     return dict(text=text, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, font=font)
 
 
-def _against(view: View) -> str:
-    title = look.style_of(str(view.reference)).title
-    return f"ratio to {title}, paired by seed" if metric_row(view.metric).is_ratio else f"minus {title}, paired by seed"
+def _compared(view: View) -> str:
+    """What the values of a view are taken relative to, in words; empty for absolute values."""
+    words = ["relative to layer 1"] if view.relative else []
+    if view.reference is not None:
+        sign = "ratio to" if metric_row(view.metric).is_ratio else "minus"
+        words.append(f"{sign} {look.style_of(view.reference).title}, paired by seed")
+    return ", ".join(words)

@@ -125,8 +125,8 @@ def _agreement(table: pd.DataFrame) -> str:
     """
     is_ours = table["source"] == HERE
     ours = table[is_ours].assign(depth=lambda rows: rows["model"].str.split().str[1].astype(int)).sort_values("depth")
-    ours = ours.groupby(["quantity", "scheme"], observed=True)[["ratio", "low", "high"]].last()
-    ours = ours.add_prefix("our_")
+    ours = ours.drop_duplicates(["quantity", "scheme"], keep="last").set_index(["quantity", "scheme"])
+    ours = ours[["ratio", "low", "high"]].add_prefix("our_")
     both = table[~is_ours].join(ours, on=["quantity", "scheme"], how="inner")
     if both.empty:
         return "no published ones to compare with"

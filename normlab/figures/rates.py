@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from normlab.analysis.quantities import quantity_row, values_of
 from normlab.analysis.selection import (
+    DIVERGED,
     NOT_LEARNED,
     NothingToShow,
     Selection,
@@ -34,7 +35,8 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     """Held-out loss after training against the learning rate, one line per scheme (N5).
 
     Lines go through means over seeds; dots are seeds. A scheme that was trained at one rate is a dot. The dotted line
-    is the trigram model's loss. A triangle at the upper edge is a run above what is shown, or one that diverged.
+    is the trigram model's loss. A triangle at the upper edge is a run above what is shown, or one that diverged. A run
+    without a held-out loss is left out. Runs of unequal length are not shown together.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -60,9 +62,8 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
         dots = rows[rows["eval_loss"] <= bounds[1]]
         add_line(figure, name, dots["lr"].tolist(), dots["eval_loss"], hover, mode="markers", showlegend=False,
                  marker=dict(color=style.color, size=6))  # fmt: skip
-        above = rows[~(rows["eval_loss"] <= bounds[1])]
-        for row in above.itertuples():
-            loss = f"{row.eval_loss:.2f}" if math.isfinite(row.eval_loss) else "diverged"
+        for row in rows[rows["eval_loss"] > bounds[1]].itertuples():
+            loss = "diverged" if row.status == DIVERGED else f"{row.eval_loss:.2f}"
             figure.add_scatter(
                 x=[row.lr],
                 y=[bounds[1]],
@@ -91,9 +92,12 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     figure.update_layout(showlegend=False, margin=_MARGIN | dict(r=label_room(ends)))
     tokens = about["tokens"].max() / 1e6
     words = [f"{depth} blocks" + (f", {tokens:.1f}M tokens" if math.isfinite(tokens) else "")]
+    words += [f"width {about['width'].iloc[0]}"] if runs["width"].nunique() > 1 else []
     words += [f"dotted: trigram {trigram:.2f}"] if math.isfinite(trigram) else []
     beyond = "above it" if math.isfinite(trigram) else "diverged"
     words += [f"triangles: {beyond}"] if (about["eval_loss"] > bounds[1]).any() else []
+    unknown = int(about["eval_loss"].isna().sum())
+    words += [f"without {unknown} run{'s' if unknown > 1 else ''} that logged no held-out loss"] if unknown else []
     return theme.titled(figure, "Held-out loss against learning rate", " · ".join(words), _HEIGHT)
 
 
@@ -102,7 +106,7 @@ def quantity_by_rate(runs: pd.DataFrame, quantity: str = "growth", depth: int | 
     """A quantity after training against the learning rate, one line per scheme (N5).
 
     Lines go through means over seeds, geometric ones of sizes; dots are seeds. A ring is a run that did not learn. Runs
-    that diverged have no value.
+    that diverged have no value. Runs of unequal length are not shown together.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -146,4 +150,9 @@ def _at_all_rates(runs: pd.DataFrame, depth: int | None) -> tuple[pd.DataFrame, 
     about = one_precision(about[about["width"] == about["width"].mode().iloc[0]])
     if about.duplicated(["scheme", "lr", "seed"]).any() or about["trigram_loss"].dropna().round(6).nunique() > 1:
         raise NothingToShow("Runs of one scheme, rate and seed differ in something else: keep those of one setting.")
+    whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
+    for length in ("steps", "tokens"):
+        if len(lengths := sorted(whole[length].dropna().unique())) > 1:
+            had = f"{' and '.join(f'{number:,.0f}' for number in lengths)} {length}"
+            raise NothingToShow(f"The runs of {depth} blocks were trained for {had}: keep those of one length.")
     return about, depth

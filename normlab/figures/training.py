@@ -11,6 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import NothingToShow, Selection
 from normlab.figures import theme
 from normlab.figures.draw import (
@@ -60,7 +61,7 @@ def loss_curves(runs: pd.DataFrame | Selection) -> go.Figure:
     for name in shown.schemes:
         _add_curves(figure, train[train["scheme"] == name], name, "train", window, 1)
         _add_curves(figure, held_out[held_out["scheme"] == name], name, "eval", 1, 2)
-    ends = _ends(shown, held_out if len(held_out) else train)
+    ends = _ends(shown, *(("eval", held_out) if len(held_out) else ("train", train)))
     levels = ngram_levels(shown)
     # Runs differ by hundredths after falling by several nats: the second panel shows the end, from just above the
     # lowest level.
@@ -101,8 +102,9 @@ def _add_curves(figure: go.Figure, rows: pd.DataFrame, name: str, split: str, wi
     if rows.empty:
         return
     wide = rows.pivot_table(index="step", columns="seed", values="value")
-    apart = np.diff(wide.index).min() if len(wide) > 1 else 1  # steps from one logged loss to the next
-    wide = wide.rolling(max(1, int(window // apart)), min_periods=1).mean().where(wide.notna())
+    as_times = wide.set_axis(pd.to_timedelta(wide.index.to_numpy(np.int64)))  # a window is then of steps, not of rows
+    means = as_times.rolling(pd.Timedelta(window), min_periods=1).mean().set_axis(wide.index)
+    wide = means.where(wide.notna())
     thin = dict(color=theme.faded(theme.style_of(name).color, 0.3), width=1)
     for seed in wide.columns if wide.shape[1] > 1 and split == "eval" else ():
         values, meta = wide[seed].dropna(), dict(scheme=name, split=split, seed=str(seed))
@@ -116,15 +118,16 @@ def _add_curves(figure: go.Figure, rows: pd.DataFrame, name: str, split: str, wi
     add_line(figure, name, mean.index.tolist(), mean, hover, row=1, col=column, meta=dict(scheme=name, split=split))
 
 
-def _ends(shown: Selection, losses: pd.DataFrame) -> list[EndLabel]:
-    """A label per scheme: its last loss, mean over seeds, and what went wrong."""
-    labels = []
+def _ends(shown: Selection, split: str, losses: pd.DataFrame) -> list[EndLabel]:
+    """A label per scheme: its loss after training, mean over the seeds that did not diverge, and what went wrong."""
+    labels, after = [], last_values(shown, "loss", split=split).groupby("scheme", observed=True)["value"].mean()
     for name in shown.schemes:
-        last = losses[losses["scheme"] == name].groupby("run", observed=True)["value"].last()
-        if len(last):
-            remark = shown.remark(name)
-            text = f"{theme.style_of(name).title} {last.mean():.3f}" + (f" ({remark})" if remark else "")
-            labels.append(EndLabel(float(last.mean()), text, theme.style_of(name).color))
+        drawn = losses[losses["scheme"] == name].groupby("run", observed=True)["value"].last()
+        if len(drawn):
+            end, remark = float(after[name]), shown.remark(name)
+            number = f" {end:.3f}" if math.isfinite(end) else ""
+            text = theme.style_of(name).title + number + (f" ({remark})" if remark else "")
+            labels.append(EndLabel(end if number else float(drawn.mean()), text, theme.style_of(name).color))
     return labels
 
 

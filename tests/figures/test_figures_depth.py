@@ -103,3 +103,13 @@ def test_profiles_run_from_the_first_layer_to_the_last_in_the_rows_order():
     assert trains_at_depth(choose(mixed(), depth=2)).data[-1].z is not None
     other = one_run("lns").query("metric != 'unigram_entropy'")
     assert not trains_at_depth(other).data
+
+
+def test_a_diverged_scheme_has_no_stream_after_training():
+    gradient, stream = (t for t in trains_at_depth(mixed()).data if t.type == "heatmap")
+    place = list(stream.y).index(SCHEMES["bhyt"].title)
+    assert np.isnan(np.asarray(stream.z, dtype=float)[place]).all(), "not that of step 0"
+    assert np.isfinite(np.asarray(gradient.z, dtype=float)[place]).all(), "before training it has one"
+    one_left = pd.concat([one_run("lns"), one_run("lns", seed=1, status="diverged")], ignore_index=True)
+    stream = trains_at_depth(one_left).data[-1]
+    assert stream.z[0][-1] == pytest.approx(math.log10(activation("lns", 4, 20)))

@@ -132,6 +132,13 @@ def test_theirs_and_ours_are_in_one_figure_and_what_did_not_train_stands_at_the_
     assert "▶" not in text_of(published_ratios(without))
 
 
+def test_published_ratios_are_set_against_those_of_the_deepest_models_alone():
+    both = table(("pre_rmsnorm", "bhyt"), depths=(2, 4))
+    deep = published_ratios(both[(both["depth"] == 2) | (both["seed"] == 0)], load_published()).layout.title.text
+    # One seed of depth 4 has no interval: that of depth 2 does not stand in for it.
+    assert deep == "Ratios to Pre-LN: by one seed, 2 of 4 published ones lie on the side of ours"
+
+
 def test_marks_that_are_near_in_value_stand_one_below_the_other():
     figure = published_ratios(table(("pre_rmsnorm", "lns", "bhyt"), depths=(2, 4)), load_published())
     top, margin = figure.layout.yaxis.range, figure.layout.margin

@@ -19,7 +19,9 @@ from normlab.figures import (
     depth_scaling,
     growth_before_after,
     layer_growth,
+    loss_by_rate,
     loss_curves,
+    profile,
     quantity_by_rate,
     themed,
 )
@@ -260,6 +262,80 @@ def test_the_window_of_a_curve_is_in_steps_whatever_was_logged():
         (line,) = lines(figure, scheme="lns", split="train")
         assert len(line.y) == count and "mean of the last 20 steps" in text_of(figure)
         assert line.y[-1] == pytest.approx(np.arange(600, 580, -every).mean() / 100)
+
+
+def test_the_window_of_a_curve_does_not_shrink_with_the_shortest_gap_between_logs():
+    def training(last: int, **other: str) -> pd.DataFrame:
+        steps = [*range(0, last, 10), last]
+        runs = one_run("lns", steps=steps, **other)
+        is_loss = runs["metric"].eq("loss") & runs["split"].eq("train")
+        return runs.assign(value=runs["value"].mask(is_loss, runs["step"] / 100))
+
+    stopped = training(303, status="diverged").assign(seed=1, run="stopped")
+    for runs in (training(601), pd.concat([training(600), stopped], ignore_index=True)):
+        figure = loss_curves(runs)
+        (line,) = lines(figure, scheme="lns", split="train")
+        assert "mean of the last 20 steps" in text_of(figure)
+        assert dict(zip(line.x, line.y, strict=True))[500] == pytest.approx((4.9 + 5.0) / 2)
+
+
+def test_a_diverged_run_is_in_nothing_that_is_said_of_the_end_of_training():
+    seeds = [one_run("lns", seed=seed) for seed in (0, 1)]
+    lost = [one_run(scheme, seed=2, status="diverged") for scheme in ("lns", "dyt")]
+    high = [part.assign(value=part["value"].mask(part["site"].eq("block_out"), 7.0 * part["layer"])) for part in lost]
+    runs = pd.concat([*seeds, *high, one_run("pre_rmsnorm")], ignore_index=True)
+    labels = [note.text for note in loss_curves(runs).layout.annotations]
+    assert "LNS 4.250 (1 of 3 seeds diverged)" in labels and "DyT (diverged)" in labels
+    stopped = runs[runs["status"].ne("diverged") | runs["step"].lt(20)]
+    for one in (layer_growth(runs), layer_growth(stopped)):
+        assert "DyT" not in one.layout.title.text and "(LNS) to" in one.layout.title.text
+        panels = [note.text for note in one.layout.annotations if "diverged" in note.text]
+        assert len(panels) == 2 and [("last layer" in text) for text in panels] == [True, False]
+    size = [activation("lns", 4, step) * (1.00 * 1.01) ** 0.5 for step in (0, 20)]
+    assert any(f"last layer {size[0]:.3g} → {size[1]:.3g}" in a.text for a in layer_growth(runs).layout.annotations)
+
+
+def test_a_profile_relative_to_layer_one_says_so_on_its_axis_in_its_title_and_when_hovered():
+    for reference, shown in (
+        (None, "relative to layer 1"),
+        ("pre_rmsnorm", "relative to layer 1, ratio to Pre-LN, paired by seed"),
+    ):
+        figure = profile(table(depths=(4,)), "token_l2_mean", relative=True, reference=reference)
+        assert figure.layout.yaxis.title.text == shown and "by layer, relative to layer 1" in figure.layout.title.text
+        (lns,) = lines(figure, scheme="lns")
+        assert f"<i>token_l2_mean: {shown}; " in lns.hovertemplate
+    plain = profile(table(depths=(4,)), "token_l2_mean", reference="pre_rmsnorm")
+    assert plain.layout.yaxis.title.text == "ratio to Pre-LN, paired by seed" and "relative" not in plain.to_json()
+
+
+def test_a_finished_run_without_a_loss_has_not_diverged():
+    finished = [one_run("lns", lr=lr) for lr in (1e-3, 2e-3, 3e-3)]
+    runs = pd.concat([*finished, one_run("lns", lr=4e-3, status="diverged")])
+    lost = runs["lr"].eq(2e-3) & runs["metric"].eq("loss") & runs["split"].eq("eval")
+    figure = loss_by_rate(runs[~lost])
+    (triangle,) = [trace for trace in figure.data if trace.marker.symbol == "triangle-up"]
+    assert list(triangle.x) == [4e-3] and "diverged" in triangle.hovertemplate
+    assert "without 1 run that logged no held-out loss" in text_of(figure)
+    assert "logged no" not in text_of(loss_by_rate(runs))
+
+
+def test_runs_of_unequal_length_do_not_stand_side_by_side_at_their_rates():
+    pilot, whole = one_run("lns", lr=3e-3, steps=(0, 5, 10)), one_run("lns")
+    stopped = one_run("bhyt", lr=3e-3, steps=(0, 5, 10), status="diverged")
+    for draw in (loss_by_rate, quantity_by_rate):
+        said = text_of(draw(pd.concat([whole, pilot]))).replace("<br>", " ")
+        assert "The runs of 4 blocks were trained for 10 and 20 steps: keep those of one length." in said
+        larger = one_run("lns", lr=3e-3).assign(tokens=lambda rows: 2 * rows["tokens"])
+        said = text_of(draw(pd.concat([whole, larger]))).replace("<br>", " ")
+        assert "were trained for 2,000 and 4,000 tokens" in said
+        assert draw(pd.concat([whole, one_run("lns", lr=3e-3), stopped])).data, "a diverged run stopped early"
+
+
+def test_a_figure_by_rate_names_the_width_that_it_picks():
+    runs = pd.concat([one_run("lns", lr=lr, seed=seed) for lr in (1e-3, 3e-3) for seed in (0, 1)])
+    wide = runs[runs["seed"] == 0].assign(width=32, run=lambda rows: rows["run"] + "-wide")
+    assert "width" not in text_of(loss_by_rate(runs))
+    assert "4 blocks, 0.0M tokens · width 16" in text_of(loss_by_rate(pd.concat([runs, wide])))
 
 
 def test_runs_of_two_texts_are_not_drawn_or_averaged_together():
