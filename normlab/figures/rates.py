@@ -19,6 +19,7 @@ from normlab.analysis.selection import (
     in_order,
     mean_of,
     one_precision,
+    require_one_length,
     seeds_in_words,
     summarize,
 )
@@ -150,9 +151,5 @@ def _at_all_rates(runs: pd.DataFrame, depth: int | None) -> tuple[pd.DataFrame, 
     about = one_precision(about[about["width"] == about["width"].mode().iloc[0]])
     if about.duplicated(["scheme", "lr", "seed"]).any() or about["trigram_loss"].dropna().round(6).nunique() > 1:
         raise NothingToShow("Runs of one scheme, rate and seed differ in something else: keep those of one setting.")
-    whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
-    for length in ("steps", "tokens"):
-        if len(lengths := sorted(whole[length].dropna().unique())) > 1:
-            had = f"{' and '.join(f'{number:,.0f}' for number in lengths)} {length}"
-            raise NothingToShow(f"The runs of {depth} blocks were trained for {had}: keep those of one length.")
+    require_one_length(about)
     return about, depth

@@ -324,10 +324,10 @@ def test_runs_of_unequal_length_do_not_stand_side_by_side_at_their_rates():
     stopped = one_run("bhyt", lr=3e-3, steps=(0, 5, 10), status="diverged")
     for draw in (loss_by_rate, quantity_by_rate):
         said = text_of(draw(pd.concat([whole, pilot]))).replace("<br>", " ")
-        assert "The runs of 4 blocks were trained for 10 and 20 steps: keep those of one length." in said
+        assert "The runs of depth 4 were trained for 10 to 20 steps: keep those of one length." in said
         larger = one_run("lns", lr=3e-3).assign(tokens=lambda rows: 2 * rows["tokens"])
         said = text_of(draw(pd.concat([whole, larger]))).replace("<br>", " ")
-        assert "were trained for 2,000 and 4,000 tokens" in said
+        assert "were trained for 2,000 to 4,000 tokens" in said
         assert draw(pd.concat([whole, one_run("lns", lr=3e-3), stopped])).data, "a diverged run stopped early"
 
 
