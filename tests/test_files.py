@@ -69,7 +69,7 @@ def test_figures_that_are_killed_leave_none(tmp_path, monkeypatch):
         yield "one", loss_curves(table())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("normlab.runs.load_runs", lambda _: table())
+    monkeypatch.setattr("normlab.runs.load_schemes", lambda _: table())
     monkeypatch.setattr("normlab.runs.load_experiments", lambda _: table())
     monkeypatch.setattr("normlab.figures.draw_all", two_of_many)
     monkeypatch.setattr(published, "load_published", lambda: None)
