@@ -9,9 +9,9 @@ block maps K to K:
     MLP         gate and up multiply by d var_w; E[silu(u) silu(v)] E[u' v']; down multiplies by f var_w
     residual    kernels add; a scheme's own residual rule is run on the branches' weights (`Written`)
 
-The recursion (Lee et al., 1711.00165, for this block) is exact in the limit of width. At width 128, in the models of the
-grid with 8 blocks, before training, norms of the stream are within 8%, variances within 15%, relative contributions
-within 17%; most norms are within 3%.
+The recursion (Lee et al., 1711.00165, for this block) is exact in the limit of width. At width 128, in the grid's
+models of 8 blocks before training, norms of the stream are within 8%, variances within 15%, and relative
+contributions within 17%; most norms are within 3%.
 """
 
 from __future__ import annotations
