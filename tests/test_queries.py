@@ -190,6 +190,7 @@ def test_what_the_findings_say_without_a_number_holds():
     deeper = deeper.pivot(index="depth", columns="scheme", values="eval_loss")
     gain = deeper.loc[8] - deeper.loc[16]
     assert gain["lns"] > 0.02 and gain["pre_rmsnorm"] < 0, "from 8 to 16 blocks LNS gains, Pre-LN does not"
+    assert not has_learned(summarize(all_runs)).filter(like="dyt-d16").any(), "DyT with 16 blocks"
     for many, depth, apart in ((all_runs, 8, 2), (all_runs, 16, 4), (normlab.load_runs(ROOT / "data" / "gpu"), 24, 4)):
         best = choose(many[many["depth"] == depth]).runs.groupby("scheme")["lr"].first()
         assert best["lns"] / best["pre_rmsnorm"] == pytest.approx(apart), f"best rates with {depth} blocks"
