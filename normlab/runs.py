@@ -471,8 +471,8 @@ def load_schemes(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
         fields = ", ".join(sorted({field for model in models.values() for field in model}))
         if {} in models.values() and fields:
             left += [run for run, model in models.items() if model]
-            count = sum(map(bool, models.values()))
-            warnings.warn(f"left out: {count} runs of {scheme} that change its model ({fields})", stacklevel=2)
+            share = f"{sum(map(bool, models.values()))} of {len(models)}"
+            warnings.warn(f"left out: runs of {scheme} that change its model ({fields}), {share}", stacklevel=2)
         elif any(model != next(iter(models.values())) for model in models.values()):
             raise NormlabError(f"runs of {scheme} are of several models, which differ in {fields}: give those of one")
     table = load_runs(path)

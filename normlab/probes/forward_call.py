@@ -444,13 +444,16 @@ class CallInputs:
         loss, logits = loss_and_logits(output)
         if self.labels_averaged is not None or loss is None:
             return
+        if logits is None:
+            self.unknown = "the model returns no logits with its loss"
+            return
         name = "shift_labels" if "shift_labels" in self.arguments else "labels"
         if name in self.arguments:
             self._compare(loss, logits, name, self.arguments[name])
         elif bool(loss.isfinite()) and not _is_half(loss):
             own = self.unnamed()
             for name in sorted(own, key=lambda name: any(own[name] is ids for ids in self.looked_up)):  # tokens last
-                if logits is not None and own[name].numel() == logits[..., 0].numel():
+                if own[name].numel() == logits[..., 0].numel():
                     labels = own[name].long().view(logits.shape[:-1])
                     self._compare(loss, logits, name, labels.masked_fill(labels < 0, IGNORED_LABEL))
                 if self.labels_averaged is not None:
@@ -463,11 +466,8 @@ class CallInputs:
         given = {name: x for name, x in self.arguments.items() if isinstance(x, Tensor) and name not in known}
         return {name: x for name, x in given.items() if x.dtype in (torch.int32, torch.int64)}
 
-    def _compare(self, loss: Tensor, logits: Tensor | None, name: str, labels: Any) -> None:
+    def _compare(self, loss: Tensor, logits: Tensor, name: str, labels: Any) -> None:
         if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return
-        if logits is None:
-            self.unknown = "the model returns no logits with its loss"
             return
         mask, items = given_mask("attention_mask", self.arguments), self.arguments.get("num_items_in_batch")
         try:

@@ -665,3 +665,7 @@ def test_labels_under_a_name_of_their_own_are_what_the_returned_loss_averages_ov
     with record(own, ["grad_l2_total"]) as rec:
         own(ids, next_tokens(ids))[1].backward()
     assert rec.stats().manifest["loss_tokens"] == ids[:, 1:].numel()
+    forward = own.forward
+    own.forward = lambda idx, targets: {"loss": forward(idx, targets)[1]}
+    with pytest.raises(NormlabError, match="the model returns no logits with its loss"), record(own, ["grad_l2_total"]):
+        own(ids, next_tokens(ids))
