@@ -20,6 +20,7 @@ os.environ.update(
     {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # a process that a test starts says where it crashed
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
