@@ -61,7 +61,9 @@ def loss_curves(runs: pd.DataFrame | Selection) -> go.Figure:
     for name in shown.schemes:
         _add_curves(figure, train[train["scheme"] == name], name, "train", window, 1)
         _add_curves(figure, held_out[held_out["scheme"] == name], name, "eval", 1, 2)
-    ends = _ends(shown, *(("eval", held_out) if len(held_out) else ("train", train)))
+    split, drawn = ("eval", held_out) if len(held_out) else ("train", train)
+    after = last_values(shown, "loss", split=split).groupby("scheme", observed=True)["value"].mean()
+    ends = _ends(shown, after, drawn)
     levels = ngram_levels(shown)
     # Runs differ by hundredths after falling by several nats: the second panel shows the end, from just above the
     # lowest level.
@@ -79,15 +81,10 @@ def loss_curves(runs: pd.DataFrame | Selection) -> go.Figure:
     figure.update_yaxes(title_text=LOSS.axis, col=1)
     figure.update_layout(showlegend=False, margin=_MARGIN | dict(r=label_room(ends)), hovermode="closest")
     about = f"{shown.describe()}<br>{levels_in_words(levels)}"
-    return theme.titled(figure, f"Loss by training step{_range_of_losses(shown)}", about, _HEIGHT)
-
-
-def _range_of_losses(shown: Selection) -> str:
-    """The smallest and the largest held-out loss after training, means over seeds."""
-    means = shown.runs.groupby("scheme")["eval_loss"].mean()
-    if np.isfinite(means).sum() < 2:
-        return ""
-    return f": held-out loss ends at {least_and_most(means, '{:.3f}'.format)}"
+    title = "Loss by training step"
+    if split == "eval" and after.count() > 1:
+        title += f": held-out loss ends at {least_and_most(after, '{:.3f}'.format)}"
+    return theme.titled(figure, title, about, _HEIGHT)
 
 
 def _by_step(shown: Selection, split: str) -> pd.DataFrame:
@@ -118,9 +115,9 @@ def _add_curves(figure: go.Figure, rows: pd.DataFrame, name: str, split: str, wi
     add_line(figure, name, mean.index.tolist(), mean, hover, row=1, col=column, meta=dict(scheme=name, split=split))
 
 
-def _ends(shown: Selection, split: str, losses: pd.DataFrame) -> list[EndLabel]:
+def _ends(shown: Selection, after: pd.Series, losses: pd.DataFrame) -> list[EndLabel]:
     """A label per scheme: its loss after training, mean over the seeds that did not diverge, and what went wrong."""
-    labels, after = [], last_values(shown, "loss", split=split).groupby("scheme", observed=True)["value"].mean()
+    labels = []
     for name in shown.schemes:
         drawn = losses[losses["scheme"] == name].groupby("run", observed=True)["value"].last()
         if len(drawn):

@@ -284,8 +284,10 @@ def test_a_diverged_run_is_in_nothing_that_is_said_of_the_end_of_training():
     lost = [one_run(scheme, seed=2, status="diverged") for scheme in ("lns", "dyt")]
     high = [part.assign(value=part["value"].mask(part["site"].eq("block_out"), 7.0 * part["layer"])) for part in lost]
     runs = pd.concat([*seeds, *high, one_run("pre_rmsnorm")], ignore_index=True)
-    labels = [note.text for note in loss_curves(runs).layout.annotations]
+    curves = loss_curves(runs)
+    labels = [note.text for note in curves.layout.annotations]
     assert "LNS 4.250 (1 of 3 seeds diverged)" in labels and "DyT (diverged)" in labels
+    assert curves.layout.title.text.endswith(": held-out loss ends at 4.000 (Pre-LN) to 4.250 (LNS)")
     stopped = runs[runs["status"].ne("diverged") | runs["step"].lt(20)]
     for one in (layer_growth(runs), layer_growth(stopped)):
         assert "DyT" not in one.layout.title.text and "(LNS) to" in one.layout.title.text
