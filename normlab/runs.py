@@ -55,7 +55,13 @@ class Row(NamedTuple):
     value: float
 
 
-RUN_COLUMNS = ["run", "scheme", "depth", "width", "seed", "lr", "status", "dtype"]
+RUN_COLUMNS = ["run", "scheme", "depth", "width", "seed", "lr", "status", "dtype", "recipe"]
+# Fields of a configuration that decide how a model is trained, beside those that are columns. Texts are told apart by
+# their n-gram losses.
+RECIPE = (
+    "steps", "batch_size", "block_length", "heads", "kv_heads", "intermediate", "init_std", "weight_decay", "warmup",
+    "min_lr_ratio", "gain_lr_ratio", "clip", "beta1", "beta2", "outlier_channels", "outlier_size",
+)  # fmt: skip
 STATS_COLUMNS = list(Row._fields)
 COLUMNS = RUN_COLUMNS + STATS_COLUMNS
 SOURCE = "normlab.source"  # in the attrs of `load_runs`' table: where its runs are
@@ -196,6 +202,7 @@ class Run:
 
     def _keys(self) -> dict[str, Any]:
         config = {"dtype": "float32"} | self.manifest["config"]  # manifests without the field are of float32 runs
+        config["recipe"] = " ".join(f"{name}={_short(config[name])}" for name in RECIPE if name in config)
         keys = {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
         return keys | {"lr": rounded_rate(config["lr"])} if "lr" in config else keys
 
@@ -217,6 +224,13 @@ def _long(parts: Sequence[tuple[Run, pd.DataFrame, list[Row]]]) -> pd.DataFrame:
         runs += [run, run]
         tables += [stats, added.iloc[begin:end]]
     return _with_keys(runs, tables)
+
+
+def _short(value: float | None) -> str:
+    """A setting as text: 5 and 5.0 are one."""
+    if value is None:
+        return "default"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def rounded_rate(rate: float) -> float:
@@ -427,10 +441,11 @@ def load_runs(path: str | Path | Iterable[str | Path], *, variants: bool = True)
         variants: False leaves out runs that change their scheme's model (`model` of their `TrainConfig`, such as
             another kappa): figures and comparisons by scheme show no two models of one name.
 
-    Columns: run scheme depth width seed lr status dtype | step tokens split site layer metric mask value.
+    Columns: run scheme depth width seed lr status dtype recipe | step tokens split site layer metric mask value.
 
     - lr: to six digits, so that rates that differ by a rounding are one.
     - dtype: of matrix products in training steps.
+    - recipe: how a model of that shape was trained, "steps=6000 batch_size=8 ...". Runs of one recipe have one text.
     - step: optimizer steps done; 0 is before training.
     - tokens: trained so far.
     - split: "train", "eval" or "probe".
@@ -483,9 +498,9 @@ def load_schemes(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
 def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """Experiments on the trained models of all runs at or below `path` (or several paths), one value per row.
 
-    Columns: run scheme depth width seed lr status dtype | metric part layer other value standard_error, explained in
-    `normlab.training.experiments`. A run that cannot be read is named in a warning and left out. NormlabError: no run
-    has experiments.
+    Columns: run scheme depth width seed lr status dtype recipe | metric part layer other value standard_error,
+    explained in `normlab.training.experiments`. A run that cannot be read is named in a warning and left out.
+    NormlabError: no run has experiments.
     """
     by_run = _each(path, lambda run: (run, run._read(EXPERIMENTS)))
     measured = [(run, table) for run, table in by_run.values() if table is not None]

@@ -18,7 +18,7 @@ def test_the_table_has_the_agreed_columns_and_types(tmp_path):
     make_run(tmp_path)
     table = load_runs(tmp_path)
     assert list(table.columns) == (
-        "run scheme depth width seed lr status dtype step tokens split site layer metric mask value".split()
+        "run scheme depth width seed lr status dtype recipe step tokens split site layer metric mask value".split()
     )
     assert set(table.dtype) == {"float32"}, "what a manifest without the field means"
     types = {column: str(kind) for column, kind in table.dtypes.items()}
@@ -27,6 +27,13 @@ def test_the_table_has_the_agreed_columns_and_types(tmp_path):
     assert {types[c] for c in ("run", "scheme", "status", "split", "site", "metric", "mask")} == {"str"}
     assert table.layer.isna().sum() == (table.site == "model").sum()
     assert not table.drop(columns="layer").isna().any().any()
+
+
+def test_runs_of_one_recipe_have_one_text(tmp_path):
+    for name, fields in {"a": {"clip": 5, "init_std": None}, "b": {"clip": 5.0, "init_std": None}, "c": {}}.items():
+        make_run(tmp_path, name, config=CONFIG | {"probe_every": len(fields), "warmup": 0.1} | fields)
+    recipes = load_runs(tmp_path).groupby("run")["recipe"].unique().map(list)
+    assert recipes.tolist() == [["init_std=default warmup=0.1 clip=5"]] * 2 + [["warmup=0.1"]]
 
 
 def test_the_table_holds_every_value_once(tmp_path):

@@ -23,7 +23,7 @@ from normlab.probes.metrics import NGRAM_LOSSES, metric_row
 from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED, rounded_rate  # noqa: F401  (figures read no files)
 from normlab.schemes import SCHEMES
 
-NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype"))
+NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype", "recipe"))
 MANY = 8  # schemes that a reader can tell apart
 NEEDED_OF_EXPERIMENTS = ("scheme", "depth", "seed", "metric", "part", "layer", "value")
 
@@ -165,18 +165,19 @@ def mean_of(values: pd.Series, metric: str) -> float:
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per run, indexed by its id.
 
-    Columns `scheme depth width seed lr status dtype steps tokens train_loss eval_loss validation_loss unigram_entropy
-    bigram_loss trigram_loss`. dtype is empty for a table without it. Losses are those of the last step at which they
-    were logged. A diverged run has an infinite eval loss. `validation_loss`, of the half of the held-out text that
-    rates are chosen on, is the eval loss where not all runs of the scheme and depth have it. Bigram and trigram losses
-    are missing for runs that do not store them.
+    Columns `scheme depth width seed lr status dtype recipe steps tokens train_loss eval_loss validation_loss
+    unigram_entropy bigram_loss trigram_loss`. dtype and recipe are empty for a table without them. Losses are those of
+    the last step at which they were logged. A diverged run has an infinite eval loss. `validation_loss`, of the half of
+    the held-out text that rates are chosen on, is the eval loss where not all runs of the scheme and depth have it.
+    Bigram and trigram losses are missing for runs that do not store them.
     """
     checked(runs)
     by_run = runs.groupby("run", observed=True)
     about = by_run[["scheme", "depth", "width", "seed", "lr", "status"]].first()
     about = about.astype({"scheme": str, "status": str})
     about["lr"] = about["lr"].astype(float).map(rounded_rate)
-    about["dtype"] = by_run["dtype"].first().astype(str) if "dtype" in runs.columns else ""
+    for name in ("dtype", "recipe"):
+        about[name] = by_run[name].first().astype(str) if name in runs.columns else ""
     about["steps"] = by_run["step"].max()
     about["tokens"] = by_run["tokens"].max() if "tokens" in runs.columns else np.nan
     is_loss = runs["site"].eq("model") & runs["metric"].isin(["loss", "validation_loss", *NGRAM_LOSSES])
@@ -192,6 +193,18 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     whole = (validation.notna() | diverged).groupby([about["scheme"], about["depth"]]).transform("all")
     about["validation_loss"] = validation.where(whole, about["eval_loss"]).mask(diverged, np.inf)
     return about
+
+
+def unlike(recipes: Iterable[str]) -> dict[str, list[str]]:
+    """The fields in which recipes of `normlab.load_runs` differ, and their values. What one lacks is not compared."""
+    fields = [dict(item.partition("=")[::2] for item in recipe.split()) for recipe in sorted(set(recipes))]
+    values = {name: sorted({own[name] for own in fields if name in own}) for name in (fields[0] if fields else ())}
+    return {name: found for name, found in values.items() if len(found) > 1}
+
+
+def unlike_in_words(recipes: Iterable[str]) -> str:
+    """The same as text: "warmup 0.1 and 0.3, clip 1.0 and 5.0"; empty if they are alike."""
+    return ", ".join(f"{name} {' and '.join(values)}" for name, values in unlike(recipes).items())
 
 
 def has_learned(about: pd.DataFrame) -> pd.Series:
@@ -255,8 +268,14 @@ class Selection:
         widths = sorted(int(width) for width in self.runs["width"].unique())
         seeds = seeds_in_words(self.runs.groupby(["scheme", "depth"])["seed"].nunique())
         parts = [f"depth {_listed(self.depths)}", f"width {_listed(widths)}"]
-        parts += [f"{_ends(self.runs)} training steps", seeds, self.rate(), self.precision()]
+        parts += [f"{_ends(self.runs)} training steps", seeds, self.rate(), self.precision(), self.recipes()]
         return " · ".join(filter(None, parts))
+
+    def recipes(self) -> str:
+        """What runs of one depth differ in beside their rate, in words; empty for one recipe."""
+        found = dict.fromkeys(unlike_in_words(own["recipe"]) for _, own in self.runs.groupby("depth"))
+        words = "; ".join(filter(None, found))
+        return f"trained unlike: {words}" if words else ""
 
     def precision(self) -> str:
         """Counts of runs by precision, in words; empty if there is only one."""
@@ -375,14 +394,14 @@ def one_precision(about: pd.DataFrame) -> pd.DataFrame:
 
 
 def _variants(about: pd.DataFrame) -> str:
-    """A sentence on runs that are not averaged: several of a scheme, depth, seed and rate, or seeds of two lengths."""
+    """A sentence on runs that are not averaged: several of a scheme, depth, seed and rate, or seeds trained unlike."""
     place = ["scheme", "depth", "seed", "lr"]
     if not about.duplicated(place).any():
         whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
         if not whole.duplicated(["scheme", "depth", "lr"]).any():
             return ""
-        of_seeds = whole.groupby(["scheme", "depth", "lr"])[["steps", "tokens"]]
-        least, most = of_seeds.min(), of_seeds.max()
+        of_seeds = whole.groupby(["scheme", "depth", "lr"])
+        least, most = (getattr(of_seeds[["steps", "tokens"]], end)() for end in ("min", "max"))
         for length in ("steps", "tokens"):
             for scheme, depth, rate in least.index[least[length] < most[length]]:
                 own = (scheme, depth, rate)
@@ -390,12 +409,20 @@ def _variants(about: pd.DataFrame) -> str:
                     f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained for "
                     f"{least.loc[own, length]:,} to {most.loc[own, length]:,} {length}: keep the runs of one length."
                 )
+        for (scheme, depth, rate), recipes in of_seeds["recipe"]:
+            if words := unlike_in_words(recipes):
+                return (
+                    f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained unlike ({words}): "
+                    "keep the runs of one recipe."
+                )
         return ""
-    counts = about.groupby(place, dropna=False).size()
-    scheme, depth, seed, rate = counts.idxmax()
+    places = about.groupby(place, dropna=False)["recipe"]
+    scheme, depth, seed, rate = most = places.size().idxmax()
+    recipes = places.get_group(most)
     return (
-        f"{counts.max()} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in something "
-        "else: keep those of one setting (normlab.load_configs says which), or use normlab.compare_variants."
+        f"{len(recipes)} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in "
+        f"{unlike_in_words(recipes) or 'something else'}: keep those of one setting (normlab.load_configs says which), "
+        "or use normlab.compare_variants."
     )
 
 

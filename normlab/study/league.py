@@ -28,6 +28,7 @@ from normlab.analysis.selection import (
     seeds_in_words,
     summarize,
     title_of,
+    unlike,
 )
 from normlab.analysis.verdicts import SEEDS, bracketed, differences, judged
 from normlab.errors import NormlabError
@@ -40,6 +41,7 @@ from normlab.store import is_address
 RATE = 4e-3  # at which sizes are compared, where runs have it
 SIZES = ("growth", "deep_cost")  # compared at one rate
 ALIKE = ["width", "steps", "tokens", *NGRAM_LOSSES]  # runs that differ in these cannot be of one table
+OWN = "warmup"  # a scheme may have its own
 LOSS_AT, LEARNED_AT = "loss_at_", "learned_at_"  # begin the names of columns: of one rate
 MARIN, CHANGE = "marin", "loss_change"  # a source of `load_published`, and its metric: loss minus its baseline's
 WORDS = ("deepest_trained", "claim")  # metrics of `load_published` whose note is what a paper says
@@ -58,21 +60,28 @@ def load(folders: Iterable[str | Path]) -> pd.DataFrame:
     Of a run's twins in another precision those of most runs are kept.
 
     Raises:
-        NormlabError: a folder is missing or has no run; or runs of one depth differ in width, length or text; or
-            several of one scheme, rate and seed differ in something else.
+        NormlabError: a folder is missing or has no run; or runs of one depth differ in width, length, text or recipe,
+            where a scheme may have a warm-up of its own; or several of one scheme, rate and seed differ in something
+            else.
     """
     runs = load_runs(require_folders(folders), variants=False)
     about = summarize(runs)
     lengths = about[["steps", "tokens"]]
     about[["steps", "tokens"]] = lengths.mask(about["status"] == DIVERGED)  # a diverged run stopped early
     for depth, own in about.groupby("depth"):
-        unlike = [name for name, values in own[ALIKE].round(6).items() if values.nunique() > 1]
-        if unlike:
-            is_text = not set(unlike).isdisjoint(NGRAM_LOSSES)
+        differ = [name for name, values in own[ALIKE].round(6).items() if values.nunique() > 1]
+        differ = differ or [name for name in unlike(own["recipe"]) if name != OWN]
+        if differ:
+            is_text = not set(differ).isdisjoint(NGRAM_LOSSES)
             remedy = "; the text is the same where normlab[packages] is installed" if is_text else ""
             raise NormlabError(
-                f"runs of {depth} blocks differ in {' and '.join(unlike)}, so their losses do not compare{remedy}"
+                f"runs of {depth} blocks differ in {' and '.join(differ)}, so their losses do not compare{remedy}"
             )
+        for scheme, recipes in own.groupby("scheme")["recipe"]:
+            if warmups := unlike(recipes).get(OWN):
+                raise NormlabError(
+                    f"runs of {scheme} at depth {depth} have {OWN} {' and '.join(warmups)}: keep those of one"
+                )
     about = one_precision(about)
     twice = about[about.duplicated(["scheme", "depth", "lr", "seed"])]
     if len(twice):

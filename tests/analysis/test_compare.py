@@ -176,6 +176,22 @@ def test_runs_of_other_held_out_text_or_of_more_tokens_in_as_many_steps_are_not_
         compare(pd.concat(seeds, ignore_index=True), "bhyt", "lns")
 
 
+def test_runs_of_two_recipes_are_no_seeds_of_one_scheme_and_are_said_between_two():
+    def run(scheme: str, recipe: str, seed: int = 0) -> pd.DataFrame:
+        return one_run(scheme, seed=seed).assign(recipe=f"steps=20 {recipe}")
+
+    alike, other = "warmup=0.1 clip=1", "warmup=0.3 clip=1 beta1=0.9"
+    runs = pd.concat([run("bhyt", alike), run("bhyt", other, 1), run("lns", alike)], ignore_index=True)
+    with pytest.raises(NothingToShow, match=r"Seeds of bhyt .* were trained unlike \(warmup 0.1 and 0.3\): keep"):
+        choose(runs)
+    runs = pd.concat([run("bhyt", alike), run("lns", other)], ignore_index=True)
+    assert " · trained unlike: warmup 0.1 and 0.3\n" in report(compare(runs, "bhyt", "lns"))
+    assert "trained unlike" not in choose(runs[runs["scheme"] == "lns"]).describe()
+    twice = pd.concat([run("bhyt", alike), run("bhyt", other).assign(run="b"), run("lns", alike)], ignore_index=True)
+    with pytest.raises(NothingToShow, match="2 runs of bhyt .* differ in warmup 0.1 and 0.3: keep those of one"):
+        choose(twice)
+
+
 def test_a_step_without_a_held_out_loss_names_those_that_have_one():
     runs = pd.concat([one_run(scheme) for scheme in ("bhyt", "lns")], ignore_index=True)
     logged = runs[runs["metric"].eq("loss") & runs["step"].eq(20)].assign(split="train", step=15)

@@ -190,7 +190,7 @@ def test_a_rule_that_starts_at_random_is_predicted_alike_each_time():
 
 def test_predictions_are_rows_of_the_long_table():
     table = theory.predict(config("bhyt"))
-    assert list(table.columns) == [name for name in COLUMNS if name != "dtype"], "a prediction has no precision"
+    assert list(table.columns) == [name for name in COLUMNS if name not in ("dtype", "recipe")], "it has neither"
     assert set(table["split"]) == {"theory"} and set(table["step"]) == {0} and str(table["layer"].dtype) == "Int64"
     assert set(theory.predict(config("bhyt"), length=1)["mask"]) == {"all"}
 

@@ -225,7 +225,7 @@ TEXT = {"corpus": {"unigram_entropy": 6.5}}
 
 def test_changed_models_are_no_rows_and_a_twin_in_another_precision_is_no_seed(tmp_path):
     changed = {"scheme": "bhyt", "model": {"gamma0": 2.0}}
-    for more in ({}, {"seed": 1}, {"dtype": "bfloat16"}, {"scheme": "bhyt"}, changed):
+    for more in ({}, {"seed": 1}, {"dtype": "bfloat16"}, {"scheme": "bhyt", "warmup": 0.3}, changed):
         write_run(config(**more), tmp_path / "here", **TEXT)
     write_run(config(), tmp_path / "there", **TEXT)
     with warnings.catch_warnings(record=True):
@@ -240,7 +240,10 @@ def test_changed_models_are_no_rows_and_a_twin_in_another_precision_is_no_seed(t
         ({"trigram_loss": 4.1}, "runs of 2 blocks differ in trigram_loss, .* normlab.packages. is installed"),
         ({"batch_size": 64}, "runs of 2 blocks differ in tokens, so their losses do not compare$"),
         ({"width": 64}, "runs of 2 blocks differ in width, so their losses do not compare$"),
-        ({"warmup": 0.3}, "runs of lns at depth 2, rate .* and seed 0 differ in something else"),
+        ({"warmup": 0.3}, "runs of lns at depth 2 have warmup 0.1 and 0.3: keep those of one"),
+        ({"seed": 1, "warmup": 0.3}, "runs of lns at depth 2 have warmup 0.1 and 0.3: keep those of one"),
+        ({"scheme": "dyt", "clip": 5.0}, "runs of 2 blocks differ in clip, so their losses do not compare$"),
+        ({"probe_every": 10}, "runs of lns at depth 2, rate .* and seed 0 differ in something else"),
     ],
 )
 def test_runs_of_two_recipes_make_no_table(tmp_path, other, message):
