@@ -203,6 +203,21 @@ def test_a_saved_tokenizer_is_used_as_it_is(path, tmp_path):
         _load(path, "other", tokenizer=str(tmp_path))
 
 
+@pytest.mark.parametrize("used", [{"truncation": True, "max_length": 8}, {"padding": True}])
+def test_what_a_saved_tokenizer_was_last_called_with_neither_cuts_nor_pads_the_text(used, path, documents, tmp_path):
+    tokenizer = train_tokenizer(documents, 300)
+    tokenizer.pad_token = END_OF_TEXT
+    tokenizer.save_pretrained(tmp_path / "plain")
+    tokenizer(documents[:4], **used)
+    tokenizer.save_pretrained(tmp_path / "used")
+    kept = json.loads((tmp_path / "used" / "tokenizer.json").read_text())
+    assert kept["truncation"] or kept["padding"]
+    plain, corpus = (_load(path, tokenizer=str(tmp_path / name)) for name in ("plain", "used"))
+    assert corpus.identity() == plain.identity()
+    assert np.array_equal(corpus.train, plain.train)
+    assert corpus.tokenizer()(documents[:4]).input_ids == plain.tokenizer()(documents[:4]).input_ids
+
+
 def test_another_tokenizer_in_the_same_folder_is_another_corpus(path, tmp_path):
     folder, sizes = tmp_path / "tokenizer", {}
     for size in (300, 320):

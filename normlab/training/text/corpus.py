@@ -55,7 +55,7 @@ from normlab.training.text.tokens import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 CARRIED = "{}.key"  # in a carried cache: the key of a named source, where it was read
 
 

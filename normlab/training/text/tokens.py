@@ -32,7 +32,10 @@ LONG_WORD = re.compile("|".join(f"(?:{kind}){{{LONGEST_WORD + 1},}}" for kind in
 
 
 def saved_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in directory `name`, or of that name on the hub. NormlabError if it cannot be used."""
+    """The tokenizer in directory `name`, or of that name on the hub. NormlabError if it cannot be used.
+
+    It neither cuts nor pads: a saved tokenizer keeps the truncation and padding of its last call.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -42,6 +45,8 @@ def saved_tokenizer(name: str) -> PreTrainedTokenizerFast:
         raise NormlabError(f"cannot load tokenizer {name!r}: {first_line(error)}") from error
     if tokenizer.eos_token_id is None or not tokenizer.is_fast:
         raise NormlabError(f"tokenizer {name!r} needs an end-of-text token and a fast (tokenizers) form")
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
