@@ -172,6 +172,15 @@ def test_a_second_load_reads_the_cache_only_and_changed_text_is_read_again(path,
     assert _load(path).content_hash != first.content_hash
 
 
+def test_equal_bytes_of_another_kind_are_another_corpus(documents, tmp_path):
+    lines = "\n\n".join(json.dumps({"text": text}) for text in documents)
+    hashes = []
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_text(lines)
+        hashes.append(_load(tmp_path / name).content_hash)
+    assert hashes[1] == _load(_write(tmp_path / "reference.parquet", documents)).content_hash != hashes[0]
+
+
 def test_a_build_that_breaks_off_leaves_no_cache(path, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(corpora, "unigram_entropy", lambda *_: 1 / 0)

@@ -287,7 +287,8 @@ def _pieces(path: Path) -> Iterator[bytes]:
 def source_key(source: str) -> str:
     """A key that changes with the source: the hash of local files, the name of a hub data set, or the addresses.
 
-    NormlabError for an empty file, or a binary one. Of each file the beginning is looked at before any is read.
+    The hash is of each file's kind and bytes. NormlabError for an empty file, or a binary one. Of each file the
+    beginning is looked at before any is read.
     """
     content = hashlib.sha256()
     if source in SOURCES:
@@ -301,7 +302,7 @@ def source_key(source: str) -> str:
         if not next(_pieces(path), b""):
             raise NormlabError(f"corpus {str(path)!r} is empty")
     for path in files:
-        of_file = hashlib.sha256()
+        of_file = hashlib.sha256(BUILDERS[_suffix(path)].encode() + b"\0")
         for piece in _pieces(path):
             of_file.update(piece)
         content.update(of_file.digest())
