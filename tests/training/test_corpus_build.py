@@ -181,6 +181,20 @@ def test_equal_bytes_of_another_kind_are_another_corpus(documents, tmp_path):
     assert hashes[1] == _load(_write(tmp_path / "reference.parquet", documents)).content_hash != hashes[0]
 
 
+@pytest.mark.parametrize("name", ["n[1].txt", "n?.txt", "n*.txt"])
+def test_the_file_of_that_name_is_read_whatever_its_letters(name, documents, tmp_path, monkeypatch):
+    reference = _load(_write(tmp_path / "reference.txt", documents)).content_hash
+    folder = tmp_path / "[f]"
+    folder.mkdir()
+    _write(folder / "n1.txt", documents[:200])
+    path = _write(folder / name, documents)
+    assert _load(path).content_hash == reference
+    monkeypatch.chdir(folder)
+    assert corpus_of(CorpusSpec(name, **SETTINGS), tmp_path / "other").content_hash == reference  # type: ignore[arg-type]
+    (folder / "n1.txt").unlink()
+    assert _load(folder).content_hash == reference
+
+
 def test_a_build_that_breaks_off_leaves_no_cache(path, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(corpora, "unigram_entropy", lambda *_: 1 / 0)

@@ -16,6 +16,7 @@ manifest holds the content hash of its text.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -144,7 +145,9 @@ def open_documents(source: str, text_column: str = "text") -> IterableDataset:
 
     if source in SOURCES:
         return datasets.IterableDataset.from_generator(SOURCES[source])
-    files = source.split(",") if source.startswith(WEB) else [str(path) for path in _local_files(source)]
+    # datasets takes a path as a pattern, the working directory before a relative one too.
+    local = [glob.escape(str(path.absolute())) for path in _local_files(source)]
+    files = source.split(",") if source.startswith(WEB) else local
     if files:
         builder = BUILDERS[_suffix(files[0])]
         options: dict[str, Any] = {"sample_by": "paragraph"} if builder == "text" else {}
