@@ -116,12 +116,18 @@ class Corpus:
     def rows(self, count: int | None = None, held_out: str = "all") -> np.ndarray:
         """Indices of `count` held-out blocks, evenly spaced over all of them or a half ("validation", "test").
 
-        They are the same for every run. Without a count, or if there are fewer, all of them.
+        They are the same for every run. Without a count, or if there are fewer, all of them. NormlabError: the half has
+        none.
         """
         rows = np.arange(len(self.held_out))
         if held_out in PARTS:
             half = PARTS.index(held_out)
             rows = rows[half::2] if self.validation_blocks is None else np.split(rows, [self.validation_blocks])[half]
+        if not len(rows):
+            raise NormlabError(
+                f"held_out is {held_out!r}, but corpus {self.source!r} has a single held-out block, and this half is "
+                "every second one: give more text, a smaller block_length, or held_out 'all'"
+            )
         count = len(rows) if count is None else min(count, len(rows))
         return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
 
