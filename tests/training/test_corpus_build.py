@@ -117,6 +117,15 @@ def test_held_out_documents_do_not_depend_on_the_order_and_duplicates_stay_toget
     assert not ids(first, "train") & ids(second, "held_out")
 
 
+def test_a_document_with_blanks_around_it_is_a_duplicate(documents, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join(documents) + "\n\n\n" + " \n\n\n".join(documents))
+    parts, _ = sources.read_by_part(str(path), "text", 10**8, False)
+    train, held_out = ({text.strip() for _, text in parts[part]} for part in ("train", "held_out"))
+    assert held_out and not train & held_out
+    assert len(train) + len(held_out) == len(documents)
+
+
 def test_held_out_share_is_about_five_percent_of_the_files():
     keys = [document["key"] for document in stdlib_documents()]
     share = sum(map(is_held_out, keys)) / len(keys)

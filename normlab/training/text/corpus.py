@@ -5,9 +5,10 @@
 `MeasuredOn`                      the held-out blocks that one run is measured on
 
 Every source becomes a stream of documents with two columns, `key` and `text`. A document is held out if a hash of its
-key falls into the last 5%. The key is a file's path for `stdlib` and `packages`, and the text itself for every other
-source. So no duplicate is in both splits, and the order of reading does not matter. The halves "validation" and "test"
-of held-out blocks are alternate ones. Those of `packages` are blocks of different files, 5% of the files each.
+key falls into the last 5%. The key is a file's path for `stdlib` and `packages`. For every other source it is the text
+itself without blanks around it, so no duplicate is in both splits. The order of reading does not matter. The halves
+"validation" and "test" of held-out blocks are alternate ones. Those of `packages` are blocks of different files, 5% of
+the files each.
 
 `datasets` reads and maps the files. Packing and the cache's key are ours: its cache depends on the code that made an
 entry, ours on the hash of the text. It also writes a column in pieces, and only a single piece maps as one array.

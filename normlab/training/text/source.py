@@ -173,6 +173,8 @@ def _timeout() -> Any:
 def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None = None) -> Iterator[tuple[str, str]]:
     """(key, text) of every document that has text. NormlabError for whatever a reader raises.
 
+    Keys are without blanks around them: the reader of paragraphs leaves line breaks before some.
+
     stream: the source's, if it is open already.
     """
     import datasets.utils.logging as log
@@ -188,7 +190,7 @@ def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None
                 raise NormlabError(f"corpus {source!r}: column {text_column!r} does not hold text")
             text = text.removeprefix(BOM)
             if text.strip():
-                yield document["key"].removeprefix(BOM), text
+                yield document["key"].removeprefix(BOM).strip(), text
     except KeyError as error:
         raise NormlabError(f"corpus {source!r} has no column {text_column!r}; name one with --text-column") from error
     except NormlabError:
