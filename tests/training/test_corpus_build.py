@@ -250,6 +250,21 @@ def test_what_a_saved_tokenizer_was_last_called_with_neither_cuts_nor_pads_the_t
     assert corpus.tokenizer()(documents[:4]).input_ids == plain.tokenizer()(documents[:4]).input_ids
 
 
+def test_a_tokenizer_with_unused_ids_has_a_vocabulary_up_to_its_last(path, documents, tmp_path):
+    train_tokenizer(documents, 300).save_pretrained(tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    plain = _load(path, tokenizer=str(tmp_path / "tokenizer"))
+    content["model"]["vocab"][END_OF_TEXT] = content["added_tokens"][0]["id"] = 500
+    file.write_text(json.dumps(content))
+    corpus = _load(path, tokenizer=str(tmp_path / "tokenizer"))
+    assert (plain.vocab_size, corpus.vocab_size, corpus.train.max()) == (300, 501, 500)
+    renamed = np.where(plain.train == plain.eos_token_id, 500, plain.train)
+    assert np.array_equal(corpus.train, renamed)
+    # Behind the counts stands 1 / vocab_size alone.
+    assert corpus.ngram_losses == pytest.approx(plain.ngram_losses, rel=1e-2)
+
+
 def test_another_tokenizer_in_the_same_folder_is_another_corpus(path, tmp_path):
     folder, sizes = tmp_path / "tokenizer", {}
     for size in (300, 320):

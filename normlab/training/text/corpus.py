@@ -51,6 +51,7 @@ from normlab.training.text.tokens import (
     tokenize,
     train_tokenizer,
     unigram_entropy,
+    vocabulary_size,
 )
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Corpus:
     source: as given. train, held_out: arrays (blocks, block_length), memory-mapped from disk: uint16, or int32 if a
     token's number does not fit.
     content_hash: of every document, in order. tokenizer_hash: of vocabulary, merges and normalisation.
+    vocab_size: ids up to the tokenizer's largest, some perhaps not used.
     unigram_entropy, ngram_losses: see `normlab.training.text.tokens`; nats per token, (2, held-out blocks).
     validation_blocks: the first so many held-out blocks are the half "validation". None: every other one is.
     files: path and first token of each held-out file, in order, if text is split by file.
@@ -254,15 +256,16 @@ def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
                 f"corpus {spec.corpus!r} is too small: {len(ids)} {split} tokens, one block has {spec.block_length}"
             )
     held_out = np.concatenate(parts)
-    losses = ngram_losses(train_ids, held_out, len(tokenizer))
+    vocab_size = vocabulary_size(tokenizer)
+    losses = ngram_losses(train_ids, held_out, vocab_size)
     facts = {
         "source": spec.corpus,
         "block_length": spec.block_length,
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocab_size,
         "eos_token_id": tokenizer.eos_token_id,
         "content_hash": content_hash,
         "tokenizer_hash": digest(json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()), sort_keys=True)),
-        "unigram_entropy": unigram_entropy(train_ids, np.concatenate(held_out_ids), len(tokenizer)),
+        "unigram_entropy": unigram_entropy(train_ids, np.concatenate(held_out_ids), vocab_size),
     }
     if spec.corpus in SPLIT_BY_FILE:
         keys = [[key for key, _ in keyed] for keyed in documents.values()]
