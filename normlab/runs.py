@@ -401,8 +401,8 @@ def _files_below(root: Path) -> Iterator[Path]:
 def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
     """`read` of each run at or below `path` (or several paths), by directory.
 
-    A run that cannot be read, or is in a second directory too, is named in a warning and left out. NormlabError: none
-    is left.
+    A run that cannot be read, is in a second directory too, or has the name of another on another text, is named in a
+    warning and left out. NormlabError: none is left.
     """
     roots = [path] if isinstance(path, str | Path) else list(path)
     directories: dict[Path, packed.Pack | None] = {}
@@ -415,14 +415,21 @@ def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
     if not directories and not errors:
         raise NormlabError(f"no runs in {places}; make some with `normlab sweep --preset tiny --out DIR`")
     whole: dict[Path, Any] = {}
-    where: dict[str, Path] = {}
+    where: dict[str, tuple[Path, str | None]] = {}  # directory and text of each name
     for directory, pack in directories.items():
         try:
             run = _run(directory, pack)
+            text = run.manifest["corpus"].get("content_hash")
             if run.name in where:
-                raise NormlabError(f"{directory}, as {where[run.name]} is the same run")
+                first, other = where[run.name]
+                if text and other and text != other:
+                    raise NormlabError(
+                        f"{directory}, as {first} has its name but another text; read one of them at a time, or give "
+                        "each text a path of its own"
+                    )
+                raise NormlabError(f"{directory}, as {first} is the same run")
             whole[directory] = read(run)
-            where[run.name] = directory
+            where[run.name] = directory, text
         except NormlabError as error:
             errors.append(str(error))
     if not whole and len(errors) == 1:

@@ -136,6 +136,15 @@ def test_more_blocks_than_there_are_is_a_warning(tmp_path):
         corpus.measured_on(config)
 
 
+def test_a_half_without_a_block_is_refused_before_training(tmp_path, refused):
+    path = write_text(tmp_path / "text.txt")
+    whole = corpus_of(tiny(path), tmp_path / "cache").held_out.size
+    where = ["--corpus", path, "--out", tmp_path / "out", "--cache-dir", tmp_path / "cache", "--vocab-size", 300]
+    cut = ["--held-out", "test", "--block-length", whole * 2 // 3]
+    line = refused("train", *where, *cut, "--depth", 1, "--width", 32, "--steps", 2, "--quiet")
+    assert "held_out is 'test'" in line and "has a single held-out block" in line and "give" in line
+
+
 def test_quiet_is_without_bars_and_ends_with_the_command(monkeypatch):
     from transformers.utils import logging
 

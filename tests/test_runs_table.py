@@ -252,3 +252,12 @@ def test_a_run_that_is_in_two_directories_counts_once(tmp_path):
     with pytest.warns(UserWarning, match=r"left out: .*there/bhyt-a, as .*here/bhyt-a is the same run"):
         both = load_runs([tmp_path / "here", tmp_path / "there"])
     pd.testing.assert_frame_equal(both, load_runs(tmp_path / "here"))
+
+
+def test_a_run_of_the_same_name_on_another_text_is_not_called_the_same(tmp_path):
+    for name in ("here", "there"):
+        make_run(tmp_path / name, corpus={"unigram_entropy": 6.5, "content_hash": name})
+    line = r"left out: .*there/bhyt-a, as .*here/bhyt-a has its name but another text; read one of them at a time"
+    with pytest.warns(UserWarning, match=line):
+        both = load_runs([tmp_path / "here", tmp_path / "there"])
+    pd.testing.assert_frame_equal(both, load_runs(tmp_path / "here"))

@@ -142,7 +142,7 @@ class CorpusSpec:
 
     corpus: str = setting(
         DEFAULT_CORPUS,
-        "stdlib; packages; a .txt (blank lines part documents), .jsonl, .jsonl.gz or .parquet file, or a "
+        "stdlib; packages; a .txt (empty lines part documents), .jsonl, .jsonl.gz or .parquet file, or a "
         "folder of them; addresses of such files (http:, https:), comma-separated; a hub data set (name or "
         "name:configuration)",
         TEXT,

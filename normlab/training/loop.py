@@ -88,7 +88,7 @@ class Training:
         self.schedule = get_scheduler(
             "cosine_warmup_with_min_lr",
             self.optimizer,
-            num_warmup_steps=math.ceil(config.warmup * config.steps),
+            num_warmup_steps=math.ceil(round(config.warmup * config.steps, 6)),  # 0.07 * 100 is above 7
             num_training_steps=config.steps,
             scheduler_specific_kwargs={"min_lr_rate": config.min_lr_ratio},
         )

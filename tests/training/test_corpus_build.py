@@ -117,6 +117,15 @@ def test_held_out_documents_do_not_depend_on_the_order_and_duplicates_stay_toget
     assert not ids(first, "train") & ids(second, "held_out")
 
 
+def test_a_document_with_blanks_around_it_is_a_duplicate(documents, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join(documents) + "\n\n\n" + " \n\n\n".join(documents))
+    parts, _ = sources.read_by_part(str(path), "text", 10**8, False)
+    train, held_out = ({text.strip() for _, text in parts[part]} for part in ("train", "held_out"))
+    assert held_out and not train & held_out
+    assert len(train) + len(held_out) == len(documents)
+
+
 def test_held_out_share_is_about_five_percent_of_the_files():
     keys = [document["key"] for document in stdlib_documents()]
     share = sum(map(is_held_out, keys)) / len(keys)
@@ -172,6 +181,29 @@ def test_a_second_load_reads_the_cache_only_and_changed_text_is_read_again(path,
     assert _load(path).content_hash != first.content_hash
 
 
+def test_equal_bytes_of_another_kind_are_another_corpus(documents, tmp_path):
+    lines = "\n\n".join(json.dumps({"text": text}) for text in documents)
+    hashes = []
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_text(lines)
+        hashes.append(_load(tmp_path / name).content_hash)
+    assert hashes[1] == _load(_write(tmp_path / "reference.parquet", documents)).content_hash != hashes[0]
+
+
+@pytest.mark.parametrize("name", ["n[1].txt", "n?.txt", "n*.txt"])
+def test_the_file_of_that_name_is_read_whatever_its_letters(name, documents, tmp_path, monkeypatch):
+    reference = _load(_write(tmp_path / "reference.txt", documents)).content_hash
+    folder = tmp_path / "[f]"
+    folder.mkdir()
+    _write(folder / "n1.txt", documents[:200])
+    path = _write(folder / name, documents)
+    assert _load(path).content_hash == reference
+    monkeypatch.chdir(folder)
+    assert corpus_of(CorpusSpec(name, **SETTINGS), tmp_path / "other").content_hash == reference  # type: ignore[arg-type]
+    (folder / "n1.txt").unlink()
+    assert _load(folder).content_hash == reference
+
+
 def test_a_build_that_breaks_off_leaves_no_cache(path, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(corpora, "unigram_entropy", lambda *_: 1 / 0)
@@ -201,6 +233,36 @@ def test_a_saved_tokenizer_is_used_as_it_is(path, tmp_path):
     assert np.array_equal(saved.train, trained.train)
     with pytest.raises(NormlabError, match="cannot load tokenizer"):
         _load(path, "other", tokenizer=str(tmp_path))
+
+
+@pytest.mark.parametrize("used", [{"truncation": True, "max_length": 8}, {"padding": True}])
+def test_what_a_saved_tokenizer_was_last_called_with_neither_cuts_nor_pads_the_text(used, path, documents, tmp_path):
+    tokenizer = train_tokenizer(documents, 300)
+    tokenizer.pad_token = END_OF_TEXT
+    tokenizer.save_pretrained(tmp_path / "plain")
+    tokenizer(documents[:4], **used)
+    tokenizer.save_pretrained(tmp_path / "used")
+    kept = json.loads((tmp_path / "used" / "tokenizer.json").read_text())
+    assert kept["truncation"] or kept["padding"]
+    plain, corpus = (_load(path, tokenizer=str(tmp_path / name)) for name in ("plain", "used"))
+    assert corpus.identity() == plain.identity()
+    assert np.array_equal(corpus.train, plain.train)
+    assert corpus.tokenizer()(documents[:4]).input_ids == plain.tokenizer()(documents[:4]).input_ids
+
+
+def test_a_tokenizer_with_unused_ids_has_a_vocabulary_up_to_its_last(path, documents, tmp_path):
+    train_tokenizer(documents, 300).save_pretrained(tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    plain = _load(path, tokenizer=str(tmp_path / "tokenizer"))
+    content["model"]["vocab"][END_OF_TEXT] = content["added_tokens"][0]["id"] = 500
+    file.write_text(json.dumps(content))
+    corpus = _load(path, tokenizer=str(tmp_path / "tokenizer"))
+    assert (plain.vocab_size, corpus.vocab_size, corpus.train.max()) == (300, 501, 500)
+    renamed = np.where(plain.train == plain.eos_token_id, 500, plain.train)
+    assert np.array_equal(corpus.train, renamed)
+    # Behind the counts stands 1 / vocab_size alone.
+    assert corpus.ngram_losses == pytest.approx(plain.ngram_losses, rel=1e-2)
 
 
 def test_another_tokenizer_in_the_same_folder_is_another_corpus(path, tmp_path):

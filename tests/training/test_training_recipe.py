@@ -54,6 +54,18 @@ def test_the_logged_rate_is_the_configurations_even_where_the_first_parameters_a
     assert alike == slower and alike[-1] == pytest.approx(configs[0].lr * configs[0].min_lr_ratio)
 
 
+@pytest.mark.parametrize(("share", "steps", "peak"), [(0.07, 100, 7), (0.1, 30, 3), (0.071, 100, 8)])
+def test_warm_up_is_the_share_of_the_steps_rounded_up_but_not_for_a_rounding(share, steps, peak, text, corpus):
+    config = tiny(text, warmup=share, steps=steps)
+    training = Training(config, corpus, accelerator_for(config))
+    rates = []
+    for _ in range(peak + 1):
+        rates.append(training.schedule.get_last_lr()[0])
+        training.optimizer.step()
+        training.schedule.step()
+    assert rates.index(max(rates)) + 1 == peak and max(rates) == pytest.approx(config.lr)
+
+
 def test_gradients_are_not_clipped_where_clip_is_zero(text, corpus):
     configs = [tiny(text, clip=clip, steps=2) for clip in (0.0, 1e6)]
     free, wide = (Training(config, corpus, accelerator_for(config)) for config in configs)

@@ -5,9 +5,10 @@
 `MeasuredOn`                      the held-out blocks that one run is measured on
 
 Every source becomes a stream of documents with two columns, `key` and `text`. A document is held out if a hash of its
-key falls into the last 5%. The key is a file's path for `stdlib` and `packages`, and the text itself for every other
-source. So no duplicate is in both splits, and the order of reading does not matter. The halves "validation" and "test"
-of held-out blocks are alternate ones. Those of `packages` are blocks of different files, 5% of the files each.
+key falls into the last 5%. The key is a file's path for `stdlib` and `packages`. For every other source it is the text
+itself without blanks around it, so no duplicate is in both splits. The order of reading does not matter. The halves
+"validation" and "test" of held-out blocks are alternate ones. Those of `packages` are blocks of different files, 5% of
+the files each.
 
 `datasets` reads and maps the files. Packing and the cache's key are ours: its cache depends on the code that made an
 entry, ours on the hash of the text. It also writes a column in pieces, and only a single piece maps as one array.
@@ -50,12 +51,13 @@ from normlab.training.text.tokens import (
     tokenize,
     train_tokenizer,
     unigram_entropy,
+    vocabulary_size,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 CARRIED = "{}.key"  # in a carried cache: the key of a named source, where it was read
 
 
@@ -79,6 +81,7 @@ class Corpus:
     source: as given. train, held_out: arrays (blocks, block_length), memory-mapped from disk: uint16, or int32 if a
     token's number does not fit.
     content_hash: of every document, in order. tokenizer_hash: of vocabulary, merges and normalisation.
+    vocab_size: ids up to the tokenizer's largest, some perhaps not used.
     unigram_entropy, ngram_losses: see `normlab.training.text.tokens`; nats per token, (2, held-out blocks).
     validation_blocks: the first so many held-out blocks are the half "validation". None: every other one is.
     files: path and first token of each held-out file, in order, if text is split by file.
@@ -116,12 +119,18 @@ class Corpus:
     def rows(self, count: int | None = None, held_out: str = "all") -> np.ndarray:
         """Indices of `count` held-out blocks, evenly spaced over all of them or a half ("validation", "test").
 
-        They are the same for every run. Without a count, or if there are fewer, all of them.
+        They are the same for every run. Without a count, or if there are fewer, all of them. NormlabError: the half has
+        none.
         """
         rows = np.arange(len(self.held_out))
         if held_out in PARTS:
             half = PARTS.index(held_out)
             rows = rows[half::2] if self.validation_blocks is None else np.split(rows, [self.validation_blocks])[half]
+        if not len(rows):
+            raise NormlabError(
+                f"held_out is {held_out!r}, but corpus {self.source!r} has a single held-out block, and this half is "
+                "every second one: give more text, a smaller block_length, or held_out 'all'"
+            )
         count = len(rows) if count is None else min(count, len(rows))
         return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
 
@@ -247,15 +256,16 @@ def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:
                 f"corpus {spec.corpus!r} is too small: {len(ids)} {split} tokens, one block has {spec.block_length}"
             )
     held_out = np.concatenate(parts)
-    losses = ngram_losses(train_ids, held_out, len(tokenizer))
+    vocab_size = vocabulary_size(tokenizer)
+    losses = ngram_losses(train_ids, held_out, vocab_size)
     facts = {
         "source": spec.corpus,
         "block_length": spec.block_length,
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocab_size,
         "eos_token_id": tokenizer.eos_token_id,
         "content_hash": content_hash,
         "tokenizer_hash": digest(json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()), sort_keys=True)),
-        "unigram_entropy": unigram_entropy(train_ids, np.concatenate(held_out_ids), len(tokenizer)),
+        "unigram_entropy": unigram_entropy(train_ids, np.concatenate(held_out_ids), vocab_size),
     }
     if spec.corpus in SPLIT_BY_FILE:
         keys = [[key for key, _ in keyed] for keyed in documents.values()]

@@ -16,6 +16,7 @@ manifest holds the content hash of its text.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -144,7 +145,9 @@ def open_documents(source: str, text_column: str = "text") -> IterableDataset:
 
     if source in SOURCES:
         return datasets.IterableDataset.from_generator(SOURCES[source])
-    files = source.split(",") if source.startswith(WEB) else [str(path) for path in _local_files(source)]
+    # datasets takes a path as a pattern, the working directory before a relative one too.
+    local = [glob.escape(str(path.absolute())) for path in _local_files(source)]
+    files = source.split(",") if source.startswith(WEB) else local
     if files:
         builder = BUILDERS[_suffix(files[0])]
         options: dict[str, Any] = {"sample_by": "paragraph"} if builder == "text" else {}
@@ -170,6 +173,8 @@ def _timeout() -> Any:
 def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None = None) -> Iterator[tuple[str, str]]:
     """(key, text) of every document that has text. NormlabError for whatever a reader raises.
 
+    Keys are without blanks around them: the reader of paragraphs leaves line breaks before some.
+
     stream: the source's, if it is open already.
     """
     import datasets.utils.logging as log
@@ -185,7 +190,7 @@ def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None
                 raise NormlabError(f"corpus {source!r}: column {text_column!r} does not hold text")
             text = text.removeprefix(BOM)
             if text.strip():
-                yield document["key"].removeprefix(BOM), text
+                yield document["key"].removeprefix(BOM).strip(), text
     except KeyError as error:
         raise NormlabError(f"corpus {source!r} has no column {text_column!r}; name one with --text-column") from error
     except NormlabError:
@@ -287,7 +292,8 @@ def _pieces(path: Path) -> Iterator[bytes]:
 def source_key(source: str) -> str:
     """A key that changes with the source: the hash of local files, the name of a hub data set, or the addresses.
 
-    NormlabError for an empty file, or a binary one. Of each file the beginning is looked at before any is read.
+    The hash is of each file's kind and bytes. NormlabError for an empty file, or a binary one. Of each file the
+    beginning is looked at before any is read.
     """
     content = hashlib.sha256()
     if source in SOURCES:
@@ -301,7 +307,7 @@ def source_key(source: str) -> str:
         if not next(_pieces(path), b""):
             raise NormlabError(f"corpus {str(path)!r} is empty")
     for path in files:
-        of_file = hashlib.sha256()
+        of_file = hashlib.sha256(BUILDERS[_suffix(path)].encode() + b"\0")
         for piece in _pieces(path):
             of_file.update(piece)
         content.update(of_file.digest())

@@ -1,6 +1,7 @@
 """Tokens: tokenizers, documents as ids, and baselines that only count.
 
 `saved_tokenizer(name)`, `train_tokenizer(texts)`   a tokenizer of a folder or the hub; a byte-level BPE
+`vocabulary_size(tokenizer)`                        ids up to the largest
 `tokenize(texts, tokenizer)`                        the ids of documents; `in_blocks` cuts them
 `unigram_entropy(train, held_out, vocab_size)`      loss of the token frequencies
 `ngram_losses(train, blocks, vocab_size)`           bigram and trigram loss of every block, scored as a model's is
@@ -32,7 +33,10 @@ LONG_WORD = re.compile("|".join(f"(?:{kind}){{{LONGEST_WORD + 1},}}" for kind in
 
 
 def saved_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in directory `name`, or of that name on the hub. NormlabError if it cannot be used."""
+    """The tokenizer in directory `name`, or of that name on the hub. NormlabError if it cannot be used.
+
+    It neither cuts nor pads: a saved tokenizer keeps the truncation and padding of its last call.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -42,6 +46,8 @@ def saved_tokenizer(name: str) -> PreTrainedTokenizerFast:
         raise NormlabError(f"cannot load tokenizer {name!r}: {first_line(error)}") from error
     if tokenizer.eos_token_id is None or not tokenizer.is_fast:
         raise NormlabError(f"tokenizer {name!r} needs an end-of-text token and a fast (tokenizers) form")
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
@@ -62,6 +68,11 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     pieces = itertools.chain.from_iterable(map(_with_short_words, _head(texts, TRAINING_CHARACTERS)))
     bpe.train_from_iterator(pieces, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest id: more than there are tokens if some ids are not used."""
+    return max(len(tokenizer), *(id + 1 for id in tokenizer.get_vocab().values()))
 
 
 def _with_short_words(text: str) -> Iterator[str]:
