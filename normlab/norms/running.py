@@ -223,7 +223,7 @@ class RunningNorm(Norm):
                     mean.div_(ranks)
             self._update(step, **means)
         self.noted = {}
-        self.warming = step < max(self.warmup * total, self.shortest_warmup)
+        self.warming = step < max(round(self.warmup * total, 6), self.shortest_warmup)
 
     def _rate(self, step: int) -> float:
         """Rate of a running mean that does not contain its start."""
