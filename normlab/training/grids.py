@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +52,11 @@ class Part:
         for scheme in self.schemes:
             get_scheme(scheme)
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The schemes that some variant is of."""
+        return tuple(s for s in self.schemes if any(s in (v.schemes or self.schemes) for v in self.variants))
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -67,32 +72,29 @@ class Preset:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def only(self, schemes: Sequence[str] | None, depths: Sequence[int] | None) -> Preset:
-        """The same for some schemes and depths. New ones join the first part; new depths have one seed.
+        """The same for some schemes and depths.
 
-        NormlabError: a new scheme, where the first part says for which schemes each of its variants is.
+        A new scheme joins the first part. A depth that is new to the preset, or to a scheme that is named, has one
+        seed, in the first part with that scheme.
+
+        NormlabError: no part's variants are of a scheme.
         """
         parts = self.parts
         if schemes is not None:
             schemes = list(dict.fromkeys(schemes))
             new = set(schemes).difference(*(part.schemes for part in parts))
-            if new and all(variant.schemes for variant in parts[0].variants):
-                names = ", ".join(scheme for scheme in schemes if scheme in new)
-                known = ", ".join(dict.fromkeys(scheme for part in parts for scheme in part.schemes))
-                raise NormlabError(f"preset {self.name} has no runs of {names}; it has {known}")
             chosen = []
             for part in parts:
                 joining = new if part is parts[0] else set()
                 if kept := tuple(s for s in schemes if s in part.schemes or s in joining):
                     chosen.append(replace(part, schemes=kept))
             parts = tuple(chosen)
+            if lacking := [s for s in schemes if not any(s in part.trained for part in parts)]:
+                known = ", ".join(dict.fromkeys(scheme for part in self.parts for scheme in part.trained))
+                raise NormlabError(f"preset {self.name} has no runs of {', '.join(lacking)}; it has {known}")
         if depths is not None:
-            added = set(depths).difference(*(part.depths for part in parts))
-            chosen = []
-            for part in parts:
-                joining_depths = added if part is parts[0] else set()
-                if seeds := {d: part.depths.get(d, 1) for d in depths if d in part.depths or d in joining_depths}:
-                    chosen.append(replace(part, depths=seeds))
-            parts = tuple(chosen)
+            there = {depth for part in parts for depth in part.depths} if schemes is None else set()
+            parts = at_depths(parts, dict.fromkeys(depths), new=set(depths) - there)
         return replace(self, parts=parts)
 
     def config(self, scheme: str, depth: int, seed: int, lr: float, more: Mapping[str, Any]) -> TrainConfig:
@@ -105,7 +107,7 @@ class Preset:
         if not isinstance(self.rate, Rates):
             return []
         depths = sorted({self.rate.depth_for(depth) for depth in part.depths})
-        return [(scheme, depth) for depth in depths for scheme in part.schemes]
+        return [(scheme, depth) for depth in depths for scheme in part.trained]
 
     def trial(self, part: Part, pair: Pair, lr: float, **more: Any) -> TrainConfig:
         """Seed 0 of a scheme at a rate, in the first variant that is of this scheme."""
@@ -149,6 +151,22 @@ class Preset:
         if isinstance(self.rate, Rates):
             return choices.get((scheme, self.rate.depth_for(depth)))
         return Choice(self.rate)
+
+
+def at_depths(parts: Sequence[Part], depths: Collection[int], new: Set[int]) -> tuple[Part, ...]:
+    """The parts at some depths. A scheme that no part has at one of `new` has it in the first part that it is in."""
+    there = {(scheme, depth) for part in parts for scheme in part.trained for depth in part.depths}
+    chosen = []
+    for part in parts:
+        lacking = {depth: tuple(s for s in part.trained if (s, depth) not in there) for depth in new}
+        there |= {(scheme, depth) for depth, schemes in lacking.items() for scheme in schemes}
+        whole = {depth for depth, schemes in lacking.items() if schemes == part.trained}
+        if seeds := {d: part.depths.get(d, 1) for d in depths if d in part.depths or d in whole}:
+            chosen.append(replace(part, depths=seeds))
+        for depth in depths:
+            if depth in lacking.keys() - whole and lacking[depth]:
+                chosen.append(replace(part, schemes=lacking[depth], depths={depth: 1}))
+    return tuple(chosen)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

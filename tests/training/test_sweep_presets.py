@@ -53,6 +53,33 @@ def test_some_schemes_and_depths_of_a_preset_and_what_it_lacks_in_its_first_part
         named.only(["lns", "bhyt"], None)
 
 
+@pytest.mark.parametrize(
+    ("preset", "schemes", "depths", "expected"),
+    [
+        ("tiny", (BASELINE, DEFAULT), [2], {(BASELINE, 2, 4e-3), (DEFAULT, 2, 8e-3)}),
+        ("tiny", (DYT, BASELINE), [2, 4], {(s, d, 4e-3) for s in (DYT, BASELINE) for d in (2, 4)}),
+        ("tiny", None, [2], {(BASELINE, 2, 4e-3), (LNS, 2, 4e-3)}),
+        (
+            "tiny",
+            None,
+            [8],
+            {*((s, 8, 4e-3) for s in (BASELINE, LNS, DYT)), (DEFAULT, 8, 8e-3), (GAIN_CONTROL, 8, 1.6e-2)},
+        ),
+        ("gpu", (BASELINE,), [7], {(BASELINE, 7, 2e-3), (BASELINE, 7, 4e-3)}),
+        ("gpu", (GAIN_CONTROL,), [6], {(GAIN_CONTROL, 6, 4e-3)}),
+    ],
+)
+def test_every_scheme_has_a_run_at_a_depth_that_it_is_asked_for_and_each_once(preset, schemes, depths, expected):
+    found = [(c.scheme, c.depth, c.lr) for c in planned(get_preset(preset).only(schemes, depths))]
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_scheme_that_no_variant_is_of_is_refused():
+    assert "peri_ln" in get_preset("gpu").parts[0].schemes
+    with pytest.raises(NormlabError, match="preset gpu has no runs of peri_ln; it has pre_rmsnorm, "):
+        get_preset("gpu").only((BASELINE, "peri_ln"), [24])
+
+
 def test_the_rates_come_first_then_seed_zero_at_every_depth_then_more_seeds(text, tmp_path, monkeypatch):
     fake = InProcess({0.1: 3.0, 0.2: 2.0, 0.4: None})
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)

@@ -123,7 +123,7 @@ def test_a_name_is_that_of_every_field_that_changes_numbers():
         ({}, {"stop_at": 8}),
         ({"clip": 5.0, "weight_decay": 0.0, "warmup": 0.0}, {"clip": 5, "weight_decay": 0, "warmup": -0.0}),
         ({"init_std": 1.0, "lr": 1.0}, {"init_std": 1, "lr": 1}),
-        ({"model": {"lam_input": 3.0, "calibration": [1.0, 2.5]}}, {"model": {"lam_input": 3, "calibration": (1, 2.5)}}),
+        ({"model": {"kappa": 3.0, "calibration": [1.0, 2.5]}}, {"model": {"kappa": 3, "calibration": (1, 2.5)}}),
         ({}, {"model": {"lam_input": 2, "tie_word_embeddings": True, "max_position_embeddings": 16}}),
         ({"probe_every": 0}, {"probe_every": 0, "probe_blocks": 4, "probe_also": "saturation"}),
         ({"tokenizer": "some/where"}, {"tokenizer": "some/where", "vocab_size": 500}),
