@@ -88,13 +88,19 @@ def plan(
 
     workers, threads = share_cores(workers, threads)
     done: dict[str, runs.Run] = {}
+
+    def finished(asked: TrainConfig) -> runs.Run | None:
+        if (path := asked.finished_in(out)) is None:
+            return None
+        run = done[asked.run_id] = runs.read_run(path)
+        return run
+
     order: list[TrainConfig] = []
-    for asked in planned(preset, threads=threads, keep_weights=False):
+    for asked in planned(preset, finished, threads=threads, keep_weights=False):
         config = settled(asked, device_of(asked))
-        if (path := asked.finished_in(out)) is not None:
-            run = runs.read_run(path)
-            config = dataclasses.replace(config, dtype=run.manifest["config"]["dtype"])
-            done[config.run_id] = run
+        if (found := done.pop(asked.run_id, None)) is not None:
+            config = dataclasses.replace(config, dtype=found.manifest["config"]["dtype"])
+            done[config.run_id] = found
         order.append(config)
     seconds = _Seconds(list(done.values()))
     if time:

@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from normlab.errors import NormlabError
+from normlab.runs import Run
 from normlab.schemes import STUDIED, get_scheme
 from normlab.training.config import TrainConfig
 from normlab.training.rates import Choice, Choices, Pair, Rates, Trial
@@ -174,9 +176,9 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return {**below, **above, "model": {**below.get("model", {}), **above.get("model", {})}}
 
 
-# Trains runs and returns their losses by run id: infinite for a diverged one, none for one that failed.
-# None: nothing is known yet.
-Train = Callable[[Sequence[TrainConfig]], Mapping[str, float] | None]
+# Trains runs and returns their losses by run id: infinite for a diverged one, NaN for one not trained yet, none for one
+# that failed.
+Train = Callable[[Sequence[TrainConfig]], Mapping[str, float]]
 
 
 def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
@@ -190,11 +192,9 @@ def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
         return choices
     for part in preset.parts:
 
-        def losses(trials: Sequence[Trial], part: Part = part) -> dict[Trial, float] | None:
+        def losses(trials: Sequence[Trial], part: Part = part) -> dict[Trial, float]:
             configs = [preset.trial(part, *trial, **more) for trial in trials]
             known = train(configs)
-            if known is None:
-                return None
             return {t: known[c.run_id] for t, c in zip(trials, configs, strict=True) if c.run_id in known}
 
         if pairs := [pair for pair in preset.tried(part) if pair not in choices]:
@@ -203,16 +203,28 @@ def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
     return choices
 
 
-def planned(preset: Preset, **more: Any) -> list[TrainConfig]:
-    """Every run of a preset, in order, before anything is known.
+def loss_of(run: Run) -> float:
+    """The loss that a run takes part in choices with: infinite for a diverged one."""
+    return run.choice_loss if math.isfinite(run.choice_loss) else math.inf
 
-    Rates to be found are taken in the middle of those tried, and none lies beyond.
+
+def planned(
+    preset: Preset, finished: Callable[[TrainConfig], Run | None] = lambda config: None, **more: Any
+) -> list[TrainConfig]:
+    """Every run of a preset, in order.
+
+    Rates to be found are the best of those that `finished` knows. Where one is not tried yet they are the middle one,
+    and none lies beyond.
     """
     plan: dict[str, TrainConfig] = {}
+    losses: dict[str, float] = {}
 
-    def note(configs: Sequence[TrainConfig]) -> None:
+    def note(configs: Sequence[TrainConfig]) -> dict[str, float]:
         for config in configs:
-            plan.setdefault(config.run_id, config)
+            if config.run_id not in plan:
+                plan[config.run_id] = config
+                losses[config.run_id] = math.nan if (run := finished(config)) is None else loss_of(run)
+        return losses
 
     walk(preset, note, **more)
     return list(plan.values())

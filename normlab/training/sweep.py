@@ -7,7 +7,6 @@ started again: finished runs are skipped, the others continue from their last ch
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from normlab import runs, store
 from normlab.errors import NormlabError, in_one_line
 from normlab.training.config import AUTO, CorpusSpec, TrainConfig
 from normlab.training.distributed import device_of, why_dtype
-from normlab.training.grids import Preset, planned, walk
+from normlab.training.grids import Preset, loss_of, planned, walk
 from normlab.training.manifest import require_same
 from normlab.training.progress import SweepBars
 from normlab.training.rates import Choice, Pair
@@ -114,8 +113,7 @@ class _Job:
         self.expect(list(new.values())[self._ahead :])
         self._ahead -= len(new)
         self._train(list(new.values()))
-        losses = {c.run_id: self.done[c.run_id].choice_loss for c in configs if c.run_id in self.done}
-        return {name: loss if math.isfinite(loss) else math.inf for name, loss in losses.items()}
+        return {c.run_id: loss_of(self.done[c.run_id]) for c in configs if c.run_id in self.done}
 
     def _train(self, configs: Sequence[TrainConfig]) -> None:
         # Built once, here: workers find the corpora in the cache instead of all building them.

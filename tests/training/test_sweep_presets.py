@@ -9,7 +9,7 @@ from sweep_helpers import InProcess, quiet_sweep, small_preset
 from training_helpers import write_run
 
 import normlab
-from normlab import NormlabError, cli, runs
+from normlab import NormlabError, cli, packed, runs
 from normlab.schemes import BASELINE, DEFAULT, DYT, GAIN_CONTROL, LNS, SCHEMES, tagged
 from normlab.study.presets import PRESETS, get_preset, init_std
 from normlab.training import estimate
@@ -189,6 +189,32 @@ def test_a_sweep_lists_its_runs_and_the_hours_that_finished_runs_tell(text, tmp_
     assert words[-2:] == ["14 runs, 13 left", "how long they take is not known: --time times a few steps first"]
     of_four = plan(preset, out, **options | {"threads": 4})
     assert of_four.table["hours"].equals(second.table["hours"])  # what a core takes, on however many
+
+
+def test_a_plan_takes_the_rates_that_finished_trials_decide(text, tmp_path, monkeypatch):
+    """Also packed ones. lns and bhyt are best at an edge, and a further rate is tried."""
+    best = {"lns": 0.1, "bhyt": 0.4, "dyt": 0.2}
+    fake = InProcess(lambda config: 2.0 + abs(math.log(config.lr / best[config.scheme])))
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    parts = (Part({2: 2}, tuple(best)), Part({1: 1}, tuple(best), best=1))
+    preset, out = small_preset(text, parts=parts), tmp_path / "out"
+    options = dict(workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
+    assert len(plan(preset, out, **options).table) == 3 * 3 + 3 + 1
+    trained = [run.name for run in quiet_sweep(preset, tmp_path, workers=2, threads=1).runs]
+    further = {(c.scheme, c.lr): c.run_id for c in fake.started if (c.seed, c.depth) == (0, 2)}
+    assert {scheme: lr for scheme, lr in further if lr not in (0.1, 0.2, 0.4)} == {"lns": 0.05, "bhyt": 0.8}
+    # Without one that decides: the middle rate, or the best known where only the rate beyond is missing.
+    for scheme, rate, then in (("dyt", 0.4, 0.2), ("lns", 0.05, 0.1), ("lns", 0.2, 0.2)):
+        missing = further[scheme, rate]
+        (out / missing).rename(tmp_path / missing)
+        table = plan(preset, out, **options).table
+        assert set(table.query("seed == 1 and scheme == @scheme")["lr"]) == {then}
+        assert missing in set(table[~table["done"]]["run"])
+        (tmp_path / missing).rename(out / missing)
+    packed.pack(out)
+    after = plan(preset, out, **options)
+    assert list(after.table["run"]) == trained and after.table["done"].all()
+    assert after.in_words().splitlines()[-2].startswith(f"{len(trained)} runs, 0 left;")
 
 
 @pytest.mark.parametrize("threads", [1, 4])
