@@ -226,6 +226,17 @@ def test_core_hours_are_shared_by_all_threads_of_all_workers(threads):
     ]
 
 
+def test_a_sweep_takes_at_least_as_long_as_its_longest_run_and_tokens_that_differ_are_a_range():
+    row = {"scheme": "lns", "depth": 2, "done": False}
+    rows = [row | {"tokens": 6e4, "hours": 1.0}, row | {"tokens": 6.4e6, "hours": 10.0}]
+    rows.append({"scheme": "lns", "depth": 4, "tokens": 6e4, "hours": 50.0, "done": True})
+    words = estimate.Plan(pd.DataFrame(rows), 8, 2).in_words().splitlines()
+    assert " 0.06M to 6.40M tokens each " in words[0] and " 0.06M tokens each " in words[1]
+    assert words[-2:] == ["3 runs, 2 left; 61.0 core-hours, 11.0 left", "about 5.0 hours with 8 workers"]
+    done = estimate.Plan(pd.DataFrame(rows[2:]), 8, 2).in_words().splitlines()
+    assert done[-1] == "about 0.0 hours with 8 workers"
+
+
 def test_steps_are_timed_where_that_is_asked_for(text, tmp_path, capsys):
     options = dict(workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
     timed = plan(small_preset(text), tmp_path / "out", time=True, **options)
