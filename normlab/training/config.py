@@ -371,6 +371,11 @@ class TrainConfig:
         """Steps that are trained: all of the schedule, or up to `stop_at`."""
         return self.stop_at or self.steps
 
+    @property
+    def has_choice_loss(self) -> bool:
+        """True if the run measures a loss that rates can be chosen by (`normlab.runs.Run.choice_loss`)."""
+        return self.eval_every > 0 or (self.store_all and self.held_out == "test")
+
     def is_due(self, step: int, every: int) -> bool:
         """True every `every` steps, at step 0 and after the last; never if `every` is 0."""
         return every > 0 and (step % every == 0 or step == self.last_step)

@@ -39,7 +39,8 @@ class Part:
         depths: depth -> number of seeds (0, 1, ...).
         variants: of every run. By default each is trained once, unchanged.
         kept: depths whose seed 0 keeps its weights.
-        best: train only that many schemes, those with the lowest loss at their best rate.
+        best: train only that many schemes, those with the lowest loss at their best rate, and none whose runs diverged.
+            Where the preset has one rate, seed 0 of each scheme decides.
         rate_of: the scheme whose learning rate all of the part take; by default each its own.
     """
 
@@ -106,16 +107,26 @@ class Preset:
 
     def tried(self, part: Part) -> list[Pair]:
         """Scheme and depth of every choice that a part needs."""
-        if not isinstance(self.rate, Rates):
+        if part.best is None and not isinstance(self.rate, Rates):
             return []
-        depths = sorted({self.rate.depth_for(depth) for depth in part.depths})
+        depths = sorted({self.tried_at(depth) for depth in part.depths})
         return [(scheme, depth) for depth in depths for scheme in part.trained]
 
     def trial(self, part: Part, pair: Pair, lr: float, **more: Any) -> TrainConfig:
-        """Seed 0 of a scheme at a rate, in the first variant that is of this scheme."""
+        """Seed 0 of a scheme at a rate, in the first variant that is of this scheme.
+
+        NormlabError: it would have no held-out loss to choose by.
+        """
         scheme, depth = pair
         variant = next(v for v in part.variants if scheme in (v.schemes or part.schemes))
-        return self.config(scheme, depth, 0, lr, merged({**more, "keep_weights": depth in part.kept}, variant.fields))
+        fields = merged({**more, "keep_weights": depth in part.kept}, variant.fields)
+        config = self.config(scheme, depth, 0, lr, fields)
+        if not config.has_choice_loss:
+            raise NormlabError(
+                f"preset {self.name} chooses by the held-out loss, and runs of {scheme} at depth {depth} have none: "
+                "give eval_every"
+            )
+        return config
 
     def grid(self, part: Part, choices: Choices, **more: Any) -> list[TrainConfig]:
         """A part's runs, in the order in which partial results say most: seed 0 at every depth first, shallow before
@@ -141,18 +152,23 @@ class Preset:
         if part.best is None:
             return part.schemes
         losses = {}
-        for scheme in part.schemes:
-            choice = self.choice_for(scheme, depth, choices)
+        for scheme in part.trained:
+            choice = choices.get((scheme, self.tried_at(depth)))
             if choice is None:
                 return ()
             losses[scheme] = choice.loss
-        best = sorted(losses, key=losses.__getitem__)[: part.best]
+        # NaN, for one that is not known yet, comes last.
+        ranked = sorted(losses, key=lambda scheme: (math.isnan(losses[scheme]), losses[scheme]))
+        best = [scheme for scheme in ranked if losses[scheme] != math.inf][: part.best]
         return [scheme for scheme in part.schemes if scheme in best]
 
+    def tried_at(self, depth: int) -> int:
+        """The depth whose choices a depth takes."""
+        return self.rate.depth_for(depth) if isinstance(self.rate, Rates) else depth
+
     def choice_for(self, scheme: str, depth: int, choices: Choices) -> Choice | None:
-        if isinstance(self.rate, Rates):
-            return choices.get((scheme, self.rate.depth_for(depth)))
-        return Choice(self.rate)
+        given = None if isinstance(self.rate, Rates) else Choice(self.rate)
+        return choices.get((scheme, self.tried_at(depth)), given)
 
 
 def at_depths(parts: Sequence[Part], depths: Collection[int], new: Set[int]) -> tuple[Part, ...]:
@@ -184,12 +200,14 @@ Train = Callable[[Sequence[TrainConfig]], Mapping[str, float]]
 def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
     """Hand a preset's stages to `train`, one after another, and return the choices of rates.
 
-    more: fields of TrainConfig for all runs, below the preset's own.
+    more: fields of TrainConfig for all runs, below the preset's own. NormlabError: a choice is to be made between runs
+    without a held-out loss.
     """
     choices: dict[Pair, Choice] = {}
-    if not isinstance(preset.rate, Rates):  # all parts share one pool of workers
+    if not any(map(preset.tried, preset.parts)):  # all parts share one pool of workers
         train([config for part in preset.parts for config in preset.grid(part, {}, **more)])
         return choices
+    rates = preset.rate if isinstance(preset.rate, Rates) else Rates((preset.rate,), ())
     for part in preset.parts:
 
         def losses(trials: Sequence[Trial], part: Part = part) -> dict[Trial, float]:
@@ -198,7 +216,7 @@ def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
             return {t: known[c.run_id] for t, c in zip(trials, configs, strict=True) if c.run_id in known}
 
         if pairs := [pair for pair in preset.tried(part) if pair not in choices]:
-            choices |= preset.rate.choose(pairs, losses)
+            choices |= rates.choose(pairs, losses)
         train(preset.grid(part, choices, **more))
     return choices
 

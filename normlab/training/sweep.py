@@ -7,6 +7,7 @@ started again: finished runs are skipped, the others continue from their last ch
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,8 +85,12 @@ def sweep(
         job.expect(planned(what, **fields))
         choices = walk(what, job.train, **fields)
         for scheme, depth in dict.fromkeys(pair for part in what.parts for pair in what.tried(part)):
-            if (scheme, depth) not in choices:
+            choice = choices.get((scheme, depth))
+            if choice is None:
                 reason = f"{scheme} at depth {depth}: no rate was chosen, as one of its runs failed; start again"
+                warnings.warn(reason, stacklevel=2)
+            elif choice.loss == math.inf:
+                reason = f"{scheme} at depth {depth}: its runs diverged at every rate; other seeds take the lowest"
                 warnings.warn(reason, stacklevel=2)
         return job.result(choices)
 

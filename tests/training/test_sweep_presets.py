@@ -141,6 +141,45 @@ def test_the_best_schemes_are_known_once_every_scheme_is_decided(text, tmp_path,
 
 
 @pytest.mark.parametrize(
+    "preset",
+    [
+        Preset("test", (Part({1: 1}, ("lns", "bhyt"), best=1),), 0.1),
+        Preset("test", (Part({1: 2}, ("lns",)),), Rates((0.1, 0.2), (1,))),
+    ],
+)
+def test_a_choice_without_a_held_out_loss_is_refused_before_anything_is_trained(preset, text, tmp_path, monkeypatch):
+    fake = InProcess()
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    fields = {"corpus": str(text), "eval_every": 0}
+    words = "preset test chooses by the held-out loss, and runs of lns at depth 1 have none: give eval_every"
+    for call in (lambda preset: quiet_sweep(preset, tmp_path), lambda preset: plan(preset, tmp_path / "out")):
+        with pytest.raises(NormlabError, match=words):
+            call(replace(preset, fields=fields))
+    assert not fake.started
+    # The validation half is measured at the end all the same.
+    assert planned(replace(preset, fields=fields | {"store_all": True, "held_out": "test"}))
+    assert planned(Preset("test", (Part({1: 2}, ("lns",)),), 0.1, fields)), "nothing is chosen"
+
+
+def test_the_best_schemes_at_one_rate_are_those_of_seed_zero_and_none_that_diverged(text, tmp_path, monkeypatch):
+    losses = {"lns": 2.3, "bhyt": None, "dyt": 2.1, "peri_ln": 2.2}
+    fake = InProcess(lambda config: losses[config.scheme])
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    preset = small_preset(text, parts=(Part({1: 2}, ("lns",)), Part({1: 2}, tuple(losses), best=2)), rate=0.1)
+    assert len(planned(preset)) == 2 + 3 + 1, "lns is the first of those not known yet"
+    with pytest.warns(UserWarning, match="bhyt at depth 1: its runs diverged at every rate"):
+        result = quiet_sweep(preset, tmp_path)
+    started = [(c.scheme, c.seed) for c in fake.started]
+    assert started[:2] == [("lns", 0), ("lns", 1)] and {c.lr for c in fake.started} == {0.1}
+    assert started[2:] == [("bhyt", 0), ("dyt", 0), ("peri_ln", 0), ("dyt", 1), ("peri_ln", 1)]
+    losses |= {"dyt": None, "peri_ln": None}
+    with pytest.warns(UserWarning, match="its runs diverged"):
+        quiet_sweep(replace(preset, parts=preset.parts[1:]), tmp_path / "again")
+    assert [(c.scheme, c.seed) for c in fake.started[7:] if c.seed] == [("lns", 1)]
+    assert result.choices["dyt", 1] == Choice(0.1, 2.1)
+
+
+@pytest.mark.parametrize(
     ("losses", "beyond"),
     [
         ({0.1: 3.0, 0.2: 2.0, 0.4: 1.0}, 0.8),
