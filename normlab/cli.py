@@ -227,7 +227,7 @@ def _train(
 
 @contextlib.contextmanager
 def stopped_by_signal() -> Iterator[Callable[..., bool] | None]:
-    """What `train` asks after each logged step: False once this process got SIGTERM."""
+    """What `train` asks after each step: False once this process got SIGTERM."""
     # Of several ranks, one could go on to a step that the other has been told to leave.
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 or threading.current_thread() is not threading.main_thread():
         yield None

@@ -37,7 +37,7 @@ def _train(text: Path, *more: Any) -> list[str]:
 
 
 def test_a_model_field_out_of_range_is_one_line(text, refused):
-    assert "kappa -1 must be positive" in refused(*_train(text, "--model", "kappa=-1"))
+    assert "kappa -1.0 must be positive" in refused(*_train(text, "--model", "kappa=-1"))
 
 
 def test_an_unreadable_place_is_one_line(text, refused, monkeypatch):

@@ -3,7 +3,7 @@
 `Checkpoints`            of one run: `resume` from the newest that is whole and begun alike, `write` the next
 `can_resume(work, ...)`  True if a run's working directory holds one that was begun alike
 
-    checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states
+    checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states, losses not logged yet
                  stats.parquet    the log up to step N
                  begun.json       the run's manifest before its first step
                  stream.json      with `stream`: the position in the text
@@ -92,7 +92,10 @@ class Checkpoints:
 def _save(training: Training, folder: Path) -> None:
     """Write the state of weights, optimizer, schedule, loss scaler and random numbers: whole, by rank 0."""
     model, optimizer, accelerator = training.model, training.optimizer, training.accelerator
+    loss, loss_begins = training.summed_loss()
     state: dict[str, Any] = {
+        "loss": loss,
+        "loss_begins": loss_begins,
         "schedule": training.schedule.state_dict(),
         "scaler": None if training.scaler is None else training.scaler.state_dict(),
         "random": torch.get_rng_state(),
@@ -129,7 +132,7 @@ def _load(training: Training, folder: Path) -> None:
     torch.set_rng_state(state["random"])
     if state["random_cuda"] is not None and training.accelerator.device.type == "cuda":
         torch.cuda.set_rng_state(state["random_cuda"])
-    training.resume_at(_step_of(folder))
+    training.resume_at(_step_of(folder), state.get("loss"), state.get("loss_begins"))
 
 
 # --- which one to resume from ---

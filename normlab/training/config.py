@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -107,8 +107,13 @@ def check(configuration: Any) -> None:
 
 
 @functools.cache
+def _types(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+@functools.cache
 def _schema(cls: Any) -> type[BaseModel]:
-    types = get_type_hints(cls)
+    types = _types(cls)
     known: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
         rule = spec.metadata["rule"]
@@ -124,6 +129,24 @@ def described(cls: Any) -> str:
     return "    Args:\n" + "\n".join(
         textwrap.fill(line, 116, initial_indent=inner, subsequent_indent=more) for line in lines
     )
+
+
+def as_floats(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, with a float for a whole number where the type of its name takes one, and a list for a tuple.
+
+    Equal values are written alike then, so that run ids are equal too.
+    """
+    return {name: _as_float(value, types.get(name)) for name, value in values.items()}
+
+
+def _as_float(value: Any, kind: Any) -> Any:
+    kinds = (kind, *get_args(kind))
+    if type(value) in (int, float) and float in kinds:
+        return value + 0.0  # no -0.0 either
+    if isinstance(value, list | tuple):
+        item = next((get_args(each)[0] for each in kinds if get_origin(each) in (list, tuple)), None)
+        return [_as_float(entry, item) for entry in value]
+    return value
 
 
 def flag_of(name: str) -> str:
@@ -239,13 +262,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        for name, value in as_floats(vars(self), _types(TrainConfig)).items():
+            object.__setattr__(self, name, value)  # a frozen dataclass has no other way
         get_scheme(self.scheme)
         require(
             self.heads is not None or self.width % HEAD_SIZE == 0,
             f"width {self.width} is no multiple of {HEAD_SIZE}, the default head size; give the heads",
         )
         for name, value in self._filled_in().items():
-            object.__setattr__(self, name, value)  # a frozen dataclass has no other way
+            object.__setattr__(self, name, value)
         heads, kv_heads = self.heads or 0, self.kv_heads or 0
         # NormlabConfig would say so too, but only when training begins, and of Llama's fields.
         require(self.width % heads == 0, f"{heads} heads do not divide width {self.width}")
@@ -282,6 +307,7 @@ class TrainConfig:
                 isinstance(context, int) and context >= self.block_length,
                 f"model field max_position_embeddings is {context!r}; it must be at least {self.block_length}, a block",
             )
+            object.__setattr__(self, "model", self._model_changes())
 
     def _filled_in(self) -> dict[str, Any]:
         heads = self.heads or self.width // HEAD_SIZE
@@ -295,9 +321,24 @@ class TrainConfig:
             "intermediate": self.intermediate or max(32, round(self.width * 8 / 3 / 32) * 32),
             "init_std": None if self.init_std == INIT_STD else self.init_std,
             "model": dict(self.model),
+            "vocab_size": _default("vocab_size") if self.tokenizer else self.vocab_size,
             "outlier_size": self.outlier_size if self.outlier_channels else 1.0,
-            "probe_also": ",".join(sorted(also)),
+            "probe_blocks": self.probe_blocks if self.probe_every else _default("probe_blocks"),
+            "probe_also": ",".join(sorted(also)) if self.probe_every else "",
             "stop_at": None if self.stop_at == self.steps else self.stop_at,
+        }
+
+    def _model_changes(self) -> dict[str, Any]:
+        """The fields of `model` that differ from the model's without them. The tokenizer's size is not known yet."""
+        from normlab.models import NormlabConfig
+
+        specs = dataclasses.fields(NormlabConfig)
+        fields = as_floats(self.model, {spec.name: spec.type for spec in specs})
+        plain = {spec.name: spec.default for spec in specs if spec.name != "vocab_size"} | self._model_fields()
+        return {
+            name: value
+            for name, value in fields.items()
+            if (type(value), value) != (type(plain.get(name)), plain.get(name)) or name not in plain
         }
 
     @property
@@ -329,6 +370,11 @@ class TrainConfig:
     def last_step(self) -> int:
         """Steps that are trained: all of the schedule, or up to `stop_at`."""
         return self.stop_at or self.steps
+
+    @property
+    def has_choice_loss(self) -> bool:
+        """True if the run measures a loss that rates can be chosen by (`normlab.runs.Run.choice_loss`)."""
+        return self.eval_every > 0 or (self.store_all and self.held_out == "test")
 
     def is_due(self, step: int, every: int) -> bool:
         """True every `every` steps, at step 0 and after the last; never if `every` is 0."""
@@ -383,9 +429,13 @@ class TrainConfig:
             f"model field vocab_size is {rows!r}; the tokenizer has {vocab_size} tokens: give at least as many",
         )
 
-        fields = {
+        of_tokenizer = {"vocab_size": vocab_size, "bos_token_id": eos_token_id, "eos_token_id": eos_token_id}
+        return NormlabConfig(**{**self._model_fields(), **of_tokenizer, **self.model})
+
+    def _model_fields(self) -> dict[str, Any]:
+        """The model's fields that a run sets, without those of the tokenizer."""
+        return {
             "scheme": self.scheme,
-            "vocab_size": vocab_size,
             "hidden_size": self.width,
             "num_hidden_layers": self.depth,
             "num_attention_heads": self.heads,
@@ -396,11 +446,12 @@ class TrainConfig:
             "train_seq_len": self.block_length,
             "tie_word_embeddings": True,
             "rms_norm_eps": 1e-6,
-            "bos_token_id": eos_token_id,
-            "eos_token_id": eos_token_id,
             "pad_token_id": None,
         }
-        return NormlabConfig(**{**fields, **self.model})
+
+
+def _default(name: str) -> Any:
+    return TrainConfig.__dataclass_fields__[name].default
 
 
 TrainConfig.__doc__ = f"{TrainConfig.__doc__}\n{described(TrainConfig)}\n"

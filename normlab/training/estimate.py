@@ -53,7 +53,7 @@ class Plan:
             known = f"{hours.max():6.2f} h at most {hours.sum():7.2f} h in all, " if hours.notna().all() else ""
             lines.append(
                 f"{len(group):4d} runs depth {first['depth']:<3d} "
-                f"{first['tokens'] / 1e6:5.2f}M tokens each {known}{int(group['done'].sum())} done   "
+                f"{_tokens(group['tokens'])} tokens each {known}{int(group['done'].sum())} done   "
                 + ", ".join(dict.fromkeys(group["scheme"]))
             )
         left = table[~table["done"]]
@@ -64,7 +64,9 @@ class Plan:
             total, ahead = table["hours"].sum(), left["hours"].sum()
             lines[-1] += f"; {total:.1f} core-hours, {ahead:.1f} left"
             if isinstance(self.workers, int):
-                lines.append(f"about {ahead / (self.workers * self.threads):.1f} hours with {self.workers} workers")
+                # Further workers make no run shorter.
+                hours = max(ahead / self.workers, *left["hours"], 0.0) / self.threads
+                lines.append(f"about {hours:.1f} hours with {self.workers} workers")
         return "\n".join(lines)
 
 
@@ -88,13 +90,19 @@ def plan(
 
     workers, threads = share_cores(workers, threads)
     done: dict[str, runs.Run] = {}
+
+    def finished(asked: TrainConfig) -> runs.Run | None:
+        if (path := asked.finished_in(out)) is None:
+            return None
+        run = done[asked.run_id] = runs.read_run(path)
+        return run
+
     order: list[TrainConfig] = []
-    for asked in planned(preset, threads=threads, keep_weights=False):
+    for asked in planned(preset, finished, threads=threads, keep_weights=False):
         config = settled(asked, device_of(asked))
-        if (path := asked.finished_in(out)) is not None:
-            run = runs.read_run(path)
-            config = dataclasses.replace(config, dtype=run.manifest["config"]["dtype"])
-            done[config.run_id] = run
+        if (found := done.pop(asked.run_id, None)) is not None:
+            config = dataclasses.replace(config, dtype=found.manifest["config"]["dtype"])
+            done[config.run_id] = found
         order.append(config)
     seconds = _Seconds(list(done.values()))
     if time:
@@ -110,6 +118,12 @@ def plan(
         for config in order
     ]
     return Plan(pandas.DataFrame(rows), workers, threads)
+
+
+def _tokens(counts: pandas.Series) -> str:
+    """How many, in millions; from the fewest to the most where they differ."""
+    least, most = f"{counts.min() / 1e6:5.2f}M", f"{counts.max() / 1e6:.2f}M"
+    return least if counts.min() == counts.max() else f"{least} to {most}"
 
 
 class _Seconds:

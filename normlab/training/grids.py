@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from normlab.errors import NormlabError
+from normlab.runs import Run
 from normlab.schemes import STUDIED, get_scheme
 from normlab.training.config import TrainConfig
 from normlab.training.rates import Choice, Choices, Pair, Rates, Trial
@@ -37,7 +39,8 @@ class Part:
         depths: depth -> number of seeds (0, 1, ...).
         variants: of every run. By default each is trained once, unchanged.
         kept: depths whose seed 0 keeps its weights.
-        best: train only that many schemes, those with the lowest loss at their best rate.
+        best: train only that many schemes, those with the lowest loss at their best rate, and none whose runs diverged.
+            Where the preset has one rate, seed 0 of each scheme decides.
         rate_of: the scheme whose learning rate all of the part take; by default each its own.
     """
 
@@ -51,6 +54,11 @@ class Part:
     def __post_init__(self) -> None:
         for scheme in self.schemes:
             get_scheme(scheme)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The schemes that some variant is of."""
+        return tuple(s for s in self.schemes if any(s in (v.schemes or self.schemes) for v in self.variants))
 
 
 @dataclass(frozen=True)
@@ -67,32 +75,29 @@ class Preset:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def only(self, schemes: Sequence[str] | None, depths: Sequence[int] | None) -> Preset:
-        """The same for some schemes and depths. New ones join the first part; new depths have one seed.
+        """The same for some schemes and depths.
 
-        NormlabError: a new scheme, where the first part says for which schemes each of its variants is.
+        A new scheme joins the first part. A depth that is new to the preset, or to a scheme that is named, has one
+        seed, in the first part with that scheme.
+
+        NormlabError: no part's variants are of a scheme.
         """
         parts = self.parts
         if schemes is not None:
             schemes = list(dict.fromkeys(schemes))
             new = set(schemes).difference(*(part.schemes for part in parts))
-            if new and all(variant.schemes for variant in parts[0].variants):
-                names = ", ".join(scheme for scheme in schemes if scheme in new)
-                known = ", ".join(dict.fromkeys(scheme for part in parts for scheme in part.schemes))
-                raise NormlabError(f"preset {self.name} has no runs of {names}; it has {known}")
             chosen = []
             for part in parts:
                 joining = new if part is parts[0] else set()
                 if kept := tuple(s for s in schemes if s in part.schemes or s in joining):
                     chosen.append(replace(part, schemes=kept))
             parts = tuple(chosen)
+            if lacking := [s for s in schemes if not any(s in part.trained for part in parts)]:
+                known = ", ".join(dict.fromkeys(scheme for part in self.parts for scheme in part.trained))
+                raise NormlabError(f"preset {self.name} has no runs of {', '.join(lacking)}; it has {known}")
         if depths is not None:
-            added = set(depths).difference(*(part.depths for part in parts))
-            chosen = []
-            for part in parts:
-                joining_depths = added if part is parts[0] else set()
-                if seeds := {d: part.depths.get(d, 1) for d in depths if d in part.depths or d in joining_depths}:
-                    chosen.append(replace(part, depths=seeds))
-            parts = tuple(chosen)
+            there = {depth for part in parts for depth in part.depths} if schemes is None else set()
+            parts = at_depths(parts, dict.fromkeys(depths), new=set(depths) - there)
         return replace(self, parts=parts)
 
     def config(self, scheme: str, depth: int, seed: int, lr: float, more: Mapping[str, Any]) -> TrainConfig:
@@ -102,16 +107,26 @@ class Preset:
 
     def tried(self, part: Part) -> list[Pair]:
         """Scheme and depth of every choice that a part needs."""
-        if not isinstance(self.rate, Rates):
+        if part.best is None and not isinstance(self.rate, Rates):
             return []
-        depths = sorted({self.rate.depth_for(depth) for depth in part.depths})
-        return [(scheme, depth) for depth in depths for scheme in part.schemes]
+        depths = sorted({self.tried_at(depth) for depth in part.depths})
+        return [(scheme, depth) for depth in depths for scheme in part.trained]
 
     def trial(self, part: Part, pair: Pair, lr: float, **more: Any) -> TrainConfig:
-        """Seed 0 of a scheme at a rate, in the first variant that is of this scheme."""
+        """Seed 0 of a scheme at a rate, in the first variant that is of this scheme.
+
+        NormlabError: it would have no held-out loss to choose by.
+        """
         scheme, depth = pair
         variant = next(v for v in part.variants if scheme in (v.schemes or part.schemes))
-        return self.config(scheme, depth, 0, lr, merged({**more, "keep_weights": depth in part.kept}, variant.fields))
+        fields = merged({**more, "keep_weights": depth in part.kept}, variant.fields)
+        config = self.config(scheme, depth, 0, lr, fields)
+        if not config.has_choice_loss:
+            raise NormlabError(
+                f"preset {self.name} chooses by the held-out loss, and runs of {scheme} at depth {depth} have none: "
+                "give eval_every"
+            )
+        return config
 
     def grid(self, part: Part, choices: Choices, **more: Any) -> list[TrainConfig]:
         """A part's runs, in the order in which partial results say most: seed 0 at every depth first, shallow before
@@ -137,18 +152,39 @@ class Preset:
         if part.best is None:
             return part.schemes
         losses = {}
-        for scheme in part.schemes:
-            choice = self.choice_for(scheme, depth, choices)
+        for scheme in part.trained:
+            choice = choices.get((scheme, self.tried_at(depth)))
             if choice is None:
                 return ()
             losses[scheme] = choice.loss
-        best = sorted(losses, key=losses.__getitem__)[: part.best]
+        # NaN, for one that is not known yet, comes last.
+        ranked = sorted(losses, key=lambda scheme: (math.isnan(losses[scheme]), losses[scheme]))
+        best = [scheme for scheme in ranked if losses[scheme] != math.inf][: part.best]
         return [scheme for scheme in part.schemes if scheme in best]
 
+    def tried_at(self, depth: int) -> int:
+        """The depth whose choices a depth takes."""
+        return self.rate.depth_for(depth) if isinstance(self.rate, Rates) else depth
+
     def choice_for(self, scheme: str, depth: int, choices: Choices) -> Choice | None:
-        if isinstance(self.rate, Rates):
-            return choices.get((scheme, self.rate.depth_for(depth)))
-        return Choice(self.rate)
+        given = None if isinstance(self.rate, Rates) else Choice(self.rate)
+        return choices.get((scheme, self.tried_at(depth)), given)
+
+
+def at_depths(parts: Sequence[Part], depths: Collection[int], new: Set[int]) -> tuple[Part, ...]:
+    """The parts at some depths. A scheme that no part has at one of `new` has it in the first part that it is in."""
+    there = {(scheme, depth) for part in parts for scheme in part.trained for depth in part.depths}
+    chosen = []
+    for part in parts:
+        lacking = {depth: tuple(s for s in part.trained if (s, depth) not in there) for depth in new}
+        there |= {(scheme, depth) for depth, schemes in lacking.items() for scheme in schemes}
+        whole = {depth for depth, schemes in lacking.items() if schemes == part.trained}
+        if seeds := {d: part.depths.get(d, 1) for d in depths if d in part.depths or d in whole}:
+            chosen.append(replace(part, depths=seeds))
+        for depth in depths:
+            if depth in lacking.keys() - whole and lacking[depth]:
+                chosen.append(replace(part, schemes=lacking[depth], depths={depth: 1}))
+    return tuple(chosen)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,45 +192,57 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return {**below, **above, "model": {**below.get("model", {}), **above.get("model", {})}}
 
 
-# Trains runs and returns their losses by run id: infinite for a diverged one, none for one that failed.
-# None: nothing is known yet.
-Train = Callable[[Sequence[TrainConfig]], Mapping[str, float] | None]
+# Trains runs and returns their losses by run id: infinite for a diverged one, NaN for one not trained yet, none for one
+# that failed.
+Train = Callable[[Sequence[TrainConfig]], Mapping[str, float]]
 
 
 def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
     """Hand a preset's stages to `train`, one after another, and return the choices of rates.
 
-    more: fields of TrainConfig for all runs, below the preset's own.
+    more: fields of TrainConfig for all runs, below the preset's own. NormlabError: a choice is to be made between runs
+    without a held-out loss.
     """
     choices: dict[Pair, Choice] = {}
-    if not isinstance(preset.rate, Rates):  # all parts share one pool of workers
+    if not any(map(preset.tried, preset.parts)):  # all parts share one pool of workers
         train([config for part in preset.parts for config in preset.grid(part, {}, **more)])
         return choices
+    rates = preset.rate if isinstance(preset.rate, Rates) else Rates((preset.rate,), ())
     for part in preset.parts:
 
-        def losses(trials: Sequence[Trial], part: Part = part) -> dict[Trial, float] | None:
+        def losses(trials: Sequence[Trial], part: Part = part) -> dict[Trial, float]:
             configs = [preset.trial(part, *trial, **more) for trial in trials]
             known = train(configs)
-            if known is None:
-                return None
             return {t: known[c.run_id] for t, c in zip(trials, configs, strict=True) if c.run_id in known}
 
         if pairs := [pair for pair in preset.tried(part) if pair not in choices]:
-            choices |= preset.rate.choose(pairs, losses)
+            choices |= rates.choose(pairs, losses)
         train(preset.grid(part, choices, **more))
     return choices
 
 
-def planned(preset: Preset, **more: Any) -> list[TrainConfig]:
-    """Every run of a preset, in order, before anything is known.
+def loss_of(run: Run) -> float:
+    """The loss that a run takes part in choices with: infinite for a diverged one."""
+    return run.choice_loss if math.isfinite(run.choice_loss) else math.inf
 
-    Rates to be found are taken in the middle of those tried, and none lies beyond.
+
+def planned(
+    preset: Preset, finished: Callable[[TrainConfig], Run | None] = lambda config: None, **more: Any
+) -> list[TrainConfig]:
+    """Every run of a preset, in order.
+
+    Rates to be found are the best of those that `finished` knows. Where one is not tried yet they are the middle one,
+    and none lies beyond.
     """
     plan: dict[str, TrainConfig] = {}
+    losses: dict[str, float] = {}
 
-    def note(configs: Sequence[TrainConfig]) -> None:
+    def note(configs: Sequence[TrainConfig]) -> dict[str, float]:
         for config in configs:
-            plan.setdefault(config.run_id, config)
+            if config.run_id not in plan:
+                plan[config.run_id] = config
+                losses[config.run_id] = math.nan if (run := finished(config)) is None else loss_of(run)
+        return losses
 
     walk(preset, note, **more)
     return list(plan.values())

@@ -173,15 +173,24 @@ class Training:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss.detach()
 
-    def resume_at(self, done: int) -> None:
-        """Continue after `done` steps, with weights and states of that time."""
-        self.done = self._loss_begins = done
+    def resume_at(self, done: int, loss: Tensor | None = None, loss_begins: int | None = None) -> None:
+        """Continue after `done` steps, with weights and states of that time.
+
+        loss: `summed_loss` of the steps after `loss_begins`. By default it begins anew.
+        """
+        self.done, self._loss_begins = done, done if loss_begins is None else loss_begins
+        if loss is not None:
+            self._loss = loss.to(self._loss)
         self.model.set_schedules(done, self.config.steps)
+
+    def summed_loss(self) -> tuple[Tensor, int]:
+        """The summed losses of the steps since `mean_loss` was last called, on all ranks; the step of that call."""
+        return self.accelerator.gather(self._loss).mean(), self._loss_begins
 
     def mean_loss(self) -> float:
         """Mean token loss in nats over the steps since the last call, on all ranks."""
-        total = self.accelerator.gather(self._loss).mean().item()
-        mean = total / (self.done - self._loss_begins)
+        total, begins = self.summed_loss()
+        mean = total.item() / (self.done - begins)
         self._loss, self._loss_begins = torch.zeros_like(self._loss), self.done
         return mean
 

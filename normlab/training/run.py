@@ -76,8 +76,9 @@ def train(
     Args:
         out: may be an address (`normlab.store`). The run is trained in a folder of this machine and uploaded when it
             has ended; the returned run is the one here.
-        watch: watch(step, rows) is called before the first step and after every logged one, with the rows logged since
-            the last call. If it returns False, the run writes a checkpoint and RunStopped is raised.
+        watch: watch(step, rows) is called before the first step and after every one, with the rows logged since the
+            last call. If it returns False, the run writes a checkpoint and RunStopped is raised. Each rank asks its
+            own, and all must answer alike.
 
     Raises:
         NormlabError: a corpus that cannot be read, or an output directory that holds something else. Also a run of the
@@ -191,7 +192,7 @@ def _train_steps(
 ) -> bool:
     """Train up to the last step, measure and write checkpoints. True if the loss became non-finite.
 
-    tell: called before the first step and after every logged one. RunStopped if it answers False, once a checkpoint is
+    tell: called before the first step and after every one. RunStopped if it answers False, once a checkpoint is
     written.
     """
     config = training.config
@@ -201,10 +202,10 @@ def _train_steps(
         raise RunStopped
     for step in training.steps():
         bar.update()
-        loss, stops = measurements.after(training, step), False
+        loss = measurements.after(training, step)
+        stops = not tell(step.number) and step.number < config.last_step
         if loss is not None:
             bar.set_postfix_str(f"loss {loss:.3f}, {training.tokens_per_s():,.0f} tokens/s", refresh=False)
-            stops = not tell(step.number) and step.number < config.last_step
             if not math.isfinite(loss):
                 return True
         if stops or config.is_due(step.number, config.checkpoint_every):

@@ -18,7 +18,7 @@ from normlab import runs, store
 from normlab.errors import NormlabError, in_one_line
 from normlab.training.config import AUTO, CorpusSpec, TrainConfig
 from normlab.training.distributed import device_of, why_dtype
-from normlab.training.grids import Preset, planned, walk
+from normlab.training.grids import Preset, loss_of, planned, walk
 from normlab.training.manifest import require_same
 from normlab.training.progress import SweepBars
 from normlab.training.rates import Choice, Pair
@@ -85,8 +85,12 @@ def sweep(
         job.expect(planned(what, **fields))
         choices = walk(what, job.train, **fields)
         for scheme, depth in dict.fromkeys(pair for part in what.parts for pair in what.tried(part)):
-            if (scheme, depth) not in choices:
+            choice = choices.get((scheme, depth))
+            if choice is None:
                 reason = f"{scheme} at depth {depth}: no rate was chosen, as one of its runs failed; start again"
+                warnings.warn(reason, stacklevel=2)
+            elif choice.loss == math.inf:
+                reason = f"{scheme} at depth {depth}: its runs diverged at every rate; other seeds take the lowest"
                 warnings.warn(reason, stacklevel=2)
         return job.result(choices)
 
@@ -114,8 +118,7 @@ class _Job:
         self.expect(list(new.values())[self._ahead :])
         self._ahead -= len(new)
         self._train(list(new.values()))
-        losses = {c.run_id: self.done[c.run_id].choice_loss for c in configs if c.run_id in self.done}
-        return {name: loss if math.isfinite(loss) else math.inf for name, loss in losses.items()}
+        return {c.run_id: loss_of(self.done[c.run_id]) for c in configs if c.run_id in self.done}
 
     def _train(self, configs: Sequence[TrainConfig]) -> None:
         # Built once, here: workers find the corpora in the cache instead of all building them.

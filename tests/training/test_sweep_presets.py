@@ -9,7 +9,7 @@ from sweep_helpers import InProcess, quiet_sweep, small_preset
 from training_helpers import write_run
 
 import normlab
-from normlab import NormlabError, cli, runs
+from normlab import NormlabError, cli, packed, runs
 from normlab.schemes import BASELINE, DEFAULT, DYT, GAIN_CONTROL, LNS, SCHEMES, tagged
 from normlab.study.presets import PRESETS, get_preset, init_std
 from normlab.training import estimate
@@ -51,6 +51,33 @@ def test_some_schemes_and_depths_of_a_preset_and_what_it_lacks_in_its_first_part
     named = Preset("named", (Part({4: 1}, ("lns",), variants=(Variant(schemes=("lns",)),)),), 0.1)
     with pytest.raises(NormlabError, match="preset named has no runs of bhyt; it has lns"):
         named.only(["lns", "bhyt"], None)
+
+
+@pytest.mark.parametrize(
+    ("preset", "schemes", "depths", "expected"),
+    [
+        ("tiny", (BASELINE, DEFAULT), [2], {(BASELINE, 2, 4e-3), (DEFAULT, 2, 8e-3)}),
+        ("tiny", (DYT, BASELINE), [2, 4], {(s, d, 4e-3) for s in (DYT, BASELINE) for d in (2, 4)}),
+        ("tiny", None, [2], {(BASELINE, 2, 4e-3), (LNS, 2, 4e-3)}),
+        (
+            "tiny",
+            None,
+            [8],
+            {*((s, 8, 4e-3) for s in (BASELINE, LNS, DYT)), (DEFAULT, 8, 8e-3), (GAIN_CONTROL, 8, 1.6e-2)},
+        ),
+        ("gpu", (BASELINE,), [7], {(BASELINE, 7, 2e-3), (BASELINE, 7, 4e-3)}),
+        ("gpu", (GAIN_CONTROL,), [6], {(GAIN_CONTROL, 6, 4e-3)}),
+    ],
+)
+def test_every_scheme_has_a_run_at_a_depth_that_it_is_asked_for_and_each_once(preset, schemes, depths, expected):
+    found = [(c.scheme, c.depth, c.lr) for c in planned(get_preset(preset).only(schemes, depths))]
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_scheme_that_no_variant_is_of_is_refused():
+    assert "peri_ln" in get_preset("gpu").parts[0].schemes
+    with pytest.raises(NormlabError, match="preset gpu has no runs of peri_ln; it has pre_rmsnorm, "):
+        get_preset("gpu").only((BASELINE, "peri_ln"), [24])
 
 
 def test_the_rates_come_first_then_seed_zero_at_every_depth_then_more_seeds(text, tmp_path, monkeypatch):
@@ -114,6 +141,45 @@ def test_the_best_schemes_are_known_once_every_scheme_is_decided(text, tmp_path,
 
 
 @pytest.mark.parametrize(
+    "preset",
+    [
+        Preset("test", (Part({1: 1}, ("lns", "bhyt"), best=1),), 0.1),
+        Preset("test", (Part({1: 2}, ("lns",)),), Rates((0.1, 0.2), (1,))),
+    ],
+)
+def test_a_choice_without_a_held_out_loss_is_refused_before_anything_is_trained(preset, text, tmp_path, monkeypatch):
+    fake = InProcess()
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    fields = {"corpus": str(text), "eval_every": 0}
+    words = "preset test chooses by the held-out loss, and runs of lns at depth 1 have none: give eval_every"
+    for call in (lambda preset: quiet_sweep(preset, tmp_path), lambda preset: plan(preset, tmp_path / "out")):
+        with pytest.raises(NormlabError, match=words):
+            call(replace(preset, fields=fields))
+    assert not fake.started
+    # The validation half is measured at the end all the same.
+    assert planned(replace(preset, fields=fields | {"store_all": True, "held_out": "test"}))
+    assert planned(Preset("test", (Part({1: 2}, ("lns",)),), 0.1, fields)), "nothing is chosen"
+
+
+def test_the_best_schemes_at_one_rate_are_those_of_seed_zero_and_none_that_diverged(text, tmp_path, monkeypatch):
+    losses = {"lns": 2.3, "bhyt": None, "dyt": 2.1, "peri_ln": 2.2}
+    fake = InProcess(lambda config: losses[config.scheme])
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    preset = small_preset(text, parts=(Part({1: 2}, ("lns",)), Part({1: 2}, tuple(losses), best=2)), rate=0.1)
+    assert len(planned(preset)) == 2 + 3 + 1, "lns is the first of those not known yet"
+    with pytest.warns(UserWarning, match="bhyt at depth 1: its runs diverged at every rate"):
+        result = quiet_sweep(preset, tmp_path)
+    started = [(c.scheme, c.seed) for c in fake.started]
+    assert started[:2] == [("lns", 0), ("lns", 1)] and {c.lr for c in fake.started} == {0.1}
+    assert started[2:] == [("bhyt", 0), ("dyt", 0), ("peri_ln", 0), ("dyt", 1), ("peri_ln", 1)]
+    losses |= {"dyt": None, "peri_ln": None}
+    with pytest.warns(UserWarning, match="its runs diverged"):
+        quiet_sweep(replace(preset, parts=preset.parts[1:]), tmp_path / "again")
+    assert [(c.scheme, c.seed) for c in fake.started[7:] if c.seed] == [("lns", 1)]
+    assert result.choices["dyt", 1] == Choice(0.1, 2.1)
+
+
+@pytest.mark.parametrize(
     ("losses", "beyond"),
     [
         ({0.1: 3.0, 0.2: 2.0, 0.4: 1.0}, 0.8),
@@ -164,6 +230,32 @@ def test_a_sweep_lists_its_runs_and_the_hours_that_finished_runs_tell(text, tmp_
     assert of_four.table["hours"].equals(second.table["hours"])  # what a core takes, on however many
 
 
+def test_a_plan_takes_the_rates_that_finished_trials_decide(text, tmp_path, monkeypatch):
+    """Also packed ones. lns and bhyt are best at an edge, and a further rate is tried."""
+    best = {"lns": 0.1, "bhyt": 0.4, "dyt": 0.2}
+    fake = InProcess(lambda config: 2.0 + abs(math.log(config.lr / best[config.scheme])))
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    parts = (Part({2: 2}, tuple(best)), Part({1: 1}, tuple(best), best=1))
+    preset, out = small_preset(text, parts=parts), tmp_path / "out"
+    options = dict(workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
+    assert len(plan(preset, out, **options).table) == 3 * 3 + 3 + 1
+    trained = [run.name for run in quiet_sweep(preset, tmp_path, workers=2, threads=1).runs]
+    further = {(c.scheme, c.lr): c.run_id for c in fake.started if (c.seed, c.depth) == (0, 2)}
+    assert {scheme: lr for scheme, lr in further if lr not in (0.1, 0.2, 0.4)} == {"lns": 0.05, "bhyt": 0.8}
+    # Without one that decides: the middle rate, or the best known where only the rate beyond is missing.
+    for scheme, rate, then in (("dyt", 0.4, 0.2), ("lns", 0.05, 0.1), ("lns", 0.2, 0.2)):
+        missing = further[scheme, rate]
+        (out / missing).rename(tmp_path / missing)
+        table = plan(preset, out, **options).table
+        assert set(table.query("seed == 1 and scheme == @scheme")["lr"]) == {then}
+        assert missing in set(table[~table["done"]]["run"])
+        (tmp_path / missing).rename(out / missing)
+    packed.pack(out)
+    after = plan(preset, out, **options)
+    assert list(after.table["run"]) == trained and after.table["done"].all()
+    assert after.in_words().splitlines()[-2].startswith(f"{len(trained)} runs, 0 left;")
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_core_hours_are_shared_by_all_threads_of_all_workers(threads):
     row = {"scheme": "lns", "depth": 2, "tokens": 1e6, "hours": 12.0, "done": False}
@@ -171,6 +263,17 @@ def test_core_hours_are_shared_by_all_threads_of_all_workers(threads):
         "2 runs, 2 left; 24.0 core-hours, 24.0 left",
         f"about {12.0 / threads:.1f} hours with 2 workers",
     ]
+
+
+def test_a_sweep_takes_at_least_as_long_as_its_longest_run_and_tokens_that_differ_are_a_range():
+    row = {"scheme": "lns", "depth": 2, "done": False}
+    rows = [row | {"tokens": 6e4, "hours": 1.0}, row | {"tokens": 6.4e6, "hours": 10.0}]
+    rows.append({"scheme": "lns", "depth": 4, "tokens": 6e4, "hours": 50.0, "done": True})
+    words = estimate.Plan(pd.DataFrame(rows), 8, 2).in_words().splitlines()
+    assert " 0.06M to 6.40M tokens each " in words[0] and " 0.06M tokens each " in words[1]
+    assert words[-2:] == ["3 runs, 2 left; 61.0 core-hours, 11.0 left", "about 5.0 hours with 8 workers"]
+    done = estimate.Plan(pd.DataFrame(rows[2:]), 8, 2).in_words().splitlines()
+    assert done[-1] == "about 0.0 hours with 8 workers"
 
 
 def test_steps_are_timed_where_that_is_asked_for(text, tmp_path, capsys):

@@ -86,16 +86,17 @@ def test_every_field_is_described_where_it_is_defined():
 
 
 def test_a_run_reads_the_corpus_of_its_own_fields():
-    spec = CorpusSpec.of(tiny(TEXT, tokenizer="some/where", characters=9, text_column="body", vocab_size=7))
-    assert spec == CorpusSpec(str(TEXT), "some/where", 7, 16, "body", 9)
+    spec = CorpusSpec.of(tiny(TEXT, tokenizer="some/where", characters=9, text_column="body"))
+    assert spec == CorpusSpec(str(TEXT), "some/where", block_length=16, text_column="body", characters=9)
+    assert CorpusSpec.of(tiny(TEXT, vocab_size=7)) == CorpusSpec(str(TEXT), vocab_size=7, block_length=16)
     assert CorpusSpec.of(TrainConfig()) == CorpusSpec()
 
 
 def test_model_fields_of_preset_command_and_variant_are_laid_over_each_other():
     part = Part({2: 1}, ("bhyt",), variants=(Variant({"model": {"lam_input": 4.0}}), Variant()))
-    fields = {"width": 64, "model": {"kappa": 5.0, "lam_input": 1.0, "lam_post": 1.0}}
-    bent, plain = Preset("test", (part,), 1e-3, fields).grid(part, {}, model={"lam_input": 2.0, "gamma0": 0.5})
-    assert plain.model == {"kappa": 5.0, "lam_input": 2.0, "lam_post": 1.0, "gamma0": 0.5}
+    fields = {"width": 64, "model": {"kappa": 5.0, "lam_input": 1.0, "lam_post": 2.0}}
+    bent, plain = Preset("test", (part,), 1e-3, fields).grid(part, {}, model={"lam_input": 3.0, "gamma0": 0.5})
+    assert plain.model == {"kappa": 5.0, "lam_input": 3.0, "lam_post": 2.0, "gamma0": 0.5}
     assert bent.model == {**plain.model, "lam_input": 4.0}
 
 
@@ -120,12 +121,24 @@ def test_a_name_is_that_of_every_field_that_changes_numbers():
         ({}, {"probe_also": "rms"}),
         ({}, {"outlier_size": 7.0}),
         ({}, {"stop_at": 8}),
+        ({"clip": 5.0, "weight_decay": 0.0, "warmup": 0.0}, {"clip": 5, "weight_decay": 0, "warmup": -0.0}),
+        ({"init_std": 1.0, "lr": 1.0}, {"init_std": 1, "lr": 1}),
+        ({"model": {"kappa": 3.0, "calibration": [1.0, 2.5]}}, {"model": {"kappa": 3, "calibration": (1, 2.5)}}),
+        ({}, {"model": {"lam_input": 2, "tie_word_embeddings": True, "max_position_embeddings": 16}}),
+        ({"probe_every": 0}, {"probe_every": 0, "probe_blocks": 4, "probe_also": "saturation"}),
+        ({"tokenizer": "some/where"}, {"tokenizer": "some/where", "vocab_size": 500}),
     ],
 )
 def test_what_trains_and_measures_the_same_is_one_run(one, same):
     first, second = tiny(TEXT, **one), tiny(TEXT, **same)
     assert first == second and first.run_id == second.run_id
     assert first.run_id != tiny(TEXT, outlier_channels=1, outlier_size=7.0).run_id
+
+
+@pytest.mark.parametrize("model", [{"tie_word_embeddings": False}, {"vocab_size": 32000}, {"attention_bias": 0}])
+def test_a_model_field_that_differs_from_what_a_run_has_by_itself_stays(model):
+    """These are the defaults of a model's configuration alone, or a type that it refuses."""
+    assert tiny(TEXT, model=model).model == model
 
 
 def test_shipped_runs_keep_their_ids_and_the_order_of_their_fields():

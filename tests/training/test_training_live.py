@@ -104,6 +104,14 @@ def test_a_start_right_after_a_stop_is_not_lost(text, begin):
     assert run.live and run.pid not in (None, first) and run.wait(60, step=at + 5)
 
 
+def test_a_run_that_logs_seldom_stops_after_the_step_in_progress(text, begin):
+    run = begin(tiny(text, steps=100_000, log_every=100_000, probe_every=5, eval_every=0, checkpoint_every=0))
+    assert run.wait(60, step=5)
+    run.stop()
+    assert run.wait(60) and run.state == STOPPED
+    assert list((run.out / store.PARTIAL / run.config.run_id).glob("checkpoint-*"))
+
+
 class Ended:
     """A process that has ended."""
 
