@@ -293,7 +293,7 @@ class Oracle:
             for kind, stream, adds in added:
                 right |= self._branch((kind, layer), stream, adds)
             total = sum(adds for _, _, adds in added)
-            size = total.norm(dim=-1) / h.norm(dim=-1)  # type: ignore[union-attr]
+            size = total.norm(dim=-1) / h.norm(dim=-1)
             for mask in self.masks:
                 right["block", layer, "relative_contribution", mask] = (self._mean(size, mask), 1e-3)
         if not right:

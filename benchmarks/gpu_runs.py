@@ -40,9 +40,14 @@ def wanted(steps: int | None, threads: int) -> list[TrainConfig]:
     """The preset's runs in order, each once, that are not there yet."""
     more = {} if steps is None else {"steps": steps, "probe_every": steps, "eval_every": steps, "log_every": 1}
     fields = {"threads": threads, "keep_weights": False}
-    configs = (dataclasses.replace(config, **more) for _, config in planned(get_preset("gpu"), **fields))
-    there = packed.names(THERE)
+    configs = (dataclasses.replace(config, **more) for config in planned(get_preset("gpu"), **fields))
+    there = names(THERE)
     return list({config.run_id: config for config in configs if config.run_id not in there}.values())
+
+
+def names(folder: Path) -> list[str]:
+    """The runs that are packed there."""
+    return [] if (found := packed.opened(folder)) is None else found.names
 
 
 def told(run: Run) -> str:
@@ -95,7 +100,7 @@ def main() -> None:
             said = f"failed, {error!r}" if error else told(read_run(future.result()))
             print(f"{time.monotonic() - began:5.0f} s  {config.run_id}: {said}", flush=True)
     pack(work, options.out)
-    finished = len(packed.names(options.out))
+    finished = len(names(options.out))
     print(f"{finished} runs in {options.out}, {len(left) + len(running)} not finished", flush=True)
     os._exit(0)  # what is in progress ends with it
 

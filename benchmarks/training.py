@@ -210,12 +210,13 @@ def bench(
         for scheme in schemes:
             loops = {f"{name} step": BareLoop(timed[name], corpus) for name in (scheme, BASELINE)}
             times = interleaved({name: partial(loop.run, STEPS) for name, loop in loops.items()}, pairs, bar.update)
-            rows.append(_row(*loops, times) | {"depth": depth})
+            rows.append(_row(f"{scheme} step", f"{BASELINE} step", times) | {"depth": depth})
         whole = {
             "normlab train": partial(trainer_seconds, config, corpus, STEPS),
             "bare PyTorch loop": lambda: BareLoop(config, corpus).run(STEPS),
         }
-        rows.append(_row(*whole, interleaved(whole, pairs, bar.update)) | {"depth": depth})
+        times = interleaved(whole, pairs, bar.update)
+        rows.append(_row("normlab train", "bare PyTorch loop", times) | {"depth": depth})
         small = replace(config, depth=precision_depth)
         rows += [*precisions(small, corpus, pairs, bar.update), *larger(small, corpus, pairs, bar.update)]
     table = pd.DataFrame([{"threads": threads} | row for row in rows])

@@ -25,6 +25,7 @@ from normlab.norms.gain import gain_name, is_plain_gain
 from normlab.schemes.scheme import part_of
 
 READERS = {"attn_in": ("q_proj", "k_proj", "v_proj"), "mlp_in": ("gate_proj", "up_proj")}
+WRITERS = ("o_proj", "down_proj")
 STOCK_PLACES = (("attn_in", "input_layernorm"), ("mlp_in", "post_attention_layernorm"))
 STOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
@@ -67,6 +68,8 @@ def _sites(model: Any) -> Iterator[_Site]:
                 gate = ("affine_gate",) if place == "attn_in" and hasattr(owner, "affine_gate") else ()
                 readers = (*READERS[place], *gate)
                 site.readers = {f"{names[owner]}.{name}": getattr(owner, name, None) for name in readers}
+                if not isinstance(block, NormlabDecoderLayer):
+                    site.refused = _read_otherwise(block, owner, names)
             else:
                 site.refused = "its output goes into the residual stream"
             yield site
@@ -83,6 +86,29 @@ def _keeps_read(block: Any, place: str) -> bool:
     """True if the block's residual rule uses the norm's output too."""
     joins = isinstance(block, JoiningDecoderLayer)
     return joins and place in READERS and block.rule_at(part_of(place)).keeps_read
+
+
+def _read_otherwise(block: Any, owner: Any, names: dict[nn.Module, str]) -> str:
+    """Why a norm of a stock block may be read by more than Llama's matrices, or an empty string."""
+    known = {*READERS["attn_in"], *READERS["mlp_in"], *WRITERS}
+    for name, part in owner.named_children():
+        if name not in known and any(isinstance(module, nn.Linear) for module in part.modules()):
+            return f"{names[part]} may read it too"
+    # The block's own code, with constants in place of its parts: its output may depend on none of the norms.
+    x = torch.zeros(1, 1, 1)
+
+    def output(of_norms: float) -> Tensor:
+        stub = copy.copy(block)
+        norms = {attribute: lambda *_, **__: torch.full_like(x, of_norms) for _, attribute in STOCK_PLACES}
+        stub.__dict__["_modules"] = {"self_attn": lambda *_, **__: (x, None), "mlp": lambda *_, **__: x, **norms}
+        found = type(block).forward(stub, x, position_embeddings=None)
+        return found[0] if isinstance(found, tuple) else found
+
+    try:
+        alike = torch.equal(output(0.0), output(1.0))
+    except Exception:  # whatever code of others raises
+        return f"what {type(block).__name__} does with it cannot be told"
+    return "" if alike else "its output is kept in the residual stream"
 
 
 def _why_not(site: _Site, uses: Counter[Tensor]) -> str:

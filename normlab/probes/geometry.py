@@ -81,6 +81,7 @@ def angular_distance(
             chosen = h[kept[0]]
             if len(kept) == 1:  # one block of memory: many small ones between the model's would leave gaps
                 kept.append(chosen.new_empty(count, *chosen.shape))
+            kept[1] = kept[1].to(torch.promote_types(kept[1].dtype, chosen.dtype))  # streams may go on in float32
             kept[1][layer] = chosen
 
         see_layers(runner, batch, keep)

@@ -120,7 +120,7 @@ class LayerStats:
         """The table: one row per site, layer, metric and mask.
 
         Columns: `site layer metric mask value`, with `step` first when it is known. `errors=True` adds `tokens`, how
-        many were counted, and `standard_error` of means over tokens (tokens taken as independent).
+        many were counted, and `standard_error` of means over tokens (tokens taken as independent; missing for one).
         """
         import pandas
 
@@ -133,7 +133,7 @@ class LayerStats:
             count, mean, m2, peak, width = (column[places] for column in numbers)
             error = np.full(len(places), np.nan)
             if metric.readout == "mean":
-                np.sqrt(m2 / np.maximum(count, 1) / np.maximum(count - 1, 1), out=error, where=count > 0)
+                np.sqrt(m2 / np.maximum(count, 1) / np.maximum(count - 1, 1), out=error, where=count > 1)
             value = metric.value(count, mean, m2, peak, width)
             rows += zip(places, repeat(metric.name), value, count, error, strict=False)
             rows += [

@@ -53,7 +53,7 @@ def massive_activations(
     """Find massive activations (Sun et al., 2024, 2402.17762).
 
     A value h of the residual stream is massive where |h| > `least` and |h| > `ratio` times the layer's median of |h|.
-    The median is over tokens and features, padding left out. 100 and 1000 are the paper's.
+    The median is over tokens and features, without padding and what is not finite. 100 and 1000 are the paper's.
 
     Returns:
         Columns `layer row position feature value ratio first_layer last_layer`. Layer 0 is what enters the first block.
@@ -71,7 +71,8 @@ def massive_activations(
         kept.append(runner.counted(batch, h))
         require_counted(bool(kept[-1].any()))
         size = at_least_float32(h).abs()
-        median = size[kept[-1]].median()
+        counted = size[kept[-1]]
+        median = counted[counted.isfinite()].median()
 
         def row(place: Sequence[int]) -> tuple:
             return layer, *place, float(h[tuple(place)]), float(size[tuple(place)] / median)

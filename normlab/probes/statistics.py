@@ -24,6 +24,7 @@ from normlab.probes.sites import Block, has_matrix, kind_of, shell_content
 
 CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: small against an activation, large against a call's overhead
 FLAT = math.atanh(0.95)
+FLAT_TOKEN = 4 * torch.finfo(torch.float32).eps  # a relative deviation that a mean's rounding makes
 SAME = 0.02  # relative distance of a router's scores from ours: several roundings of bfloat16
 
 
@@ -65,7 +66,7 @@ def token_statistics(x: Tensor, names: Sequence[str]) -> Tensor:
 
     Returns:
         (len(names), tokens), float32 (float64 for a float64 input). `var` is the biased variance over d. `kurtosis` is
-        m4 / var^2. It is NaN for a token whose features are all equal. From the kernel it is also NaN for a token whose
+        m4 / var^2. It is NaN for a token whose features are equal to rounding. From the kernel it is also NaN for a token whose
         fourth powers leave float32's range.
     """
     rows = x.reshape(-1, x.shape[-1])
@@ -83,11 +84,14 @@ def row_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
     if "max_abs" in names:  # on a CPU 25 times as fast as the infinity norm
         result["max_abs"] = torch.maximum(rows.amax(dim=-1), -rows.amin(dim=-1))
     if "var" in names or "kurtosis" in names:
-        squares = (rows - rows.mean(dim=-1, keepdim=True)).square_()
+        mean = rows.mean(dim=-1, keepdim=True)
+        squares = (rows - mean).square_()
         variance = result["var"] = squares.mean(dim=-1)
         if "kurtosis" in names:
+            flat = variance <= mean[:, 0].mul(FLAT_TOKEN).square_()
             # Dividing before squaring: var^2 underflows in float32 from var = 1e-23 on.
-            result["kurtosis"] = squares.div_(variance[:, None]).square_().mean(dim=-1)
+            kurtosis = squares.div_(variance[:, None]).square_().mean(dim=-1)
+            result["kurtosis"] = kurtosis.masked_fill_(flat, torch.nan)
     return torch.stack([result[name] for name in names])
 
 
@@ -96,6 +100,7 @@ def _kernel_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
     result = {"l2": moments.l2, "max_abs": moments.max_abs, "var": moments.m2 / width}
     if "kurtosis" in names:
         in_range = (moments.m4 > 1e-30) & (moments.m4 < torch.inf)
+        in_range &= moments.m2.sqrt() > FLAT_TOKEN * moments.l2
         kurtosis = width * moments.m4.double() / moments.m2.double().square()
         result["kurtosis"] = torch.where(in_range, kurtosis, torch.nan).float()
     return torch.stack([result[name] for name in names])
@@ -286,7 +291,10 @@ def effective_rank(matrix: Tensor) -> float:
 
 
 def peak_ratio(peaks: Tensor) -> float:
-    """Largest over median of the features' largest values: tens in a healthy layer, thousands in a massive one."""
+    """Largest over median of the features' largest values: tens in a healthy layer, thousands in a massive one.
+
+    Of two middle values the lower is the median.
+    """
     middle = float(peaks.median())
     return float(peaks.max()) / middle if middle > 0 else float("nan")
 

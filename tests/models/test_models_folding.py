@@ -21,8 +21,11 @@ from transformers import (
     Gemma2Config,
     GemmaConfig,
     GemmaForCausalLM,
+    GraniteConfig,
+    LagunaConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -117,7 +120,7 @@ def test_a_bias_that_a_zero_gain_cannot_divide_is_refused():
 SWAPPED = "a Llama with BHyT's norms"
 
 
-@pytest.mark.parametrize("family", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SWAPPED])
+@pytest.mark.parametrize("family", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GraniteConfig, SWAPPED])
 def test_stock_models_fold_too(family):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config((LlamaConfig if family == SWAPPED else family)(**STOCK))
@@ -150,6 +153,16 @@ def slightly_gated() -> nn.Module:
     return model
 
 
+def laguna() -> nn.Module:
+    kinds = dict(mlp_layer_types=["dense"] * 3, layer_types=["full_attention"] * 3, num_attention_heads_per_layer=[4] * 3)
+    return AutoModelForCausalLM.from_config(LagunaConfig(**STOCK, **kinds))
+
+
+def minimax() -> nn.Module:
+    experts = dict(layer_types=["full_attention"] * 3, num_local_experts=2, num_experts_per_tok=2)
+    return AutoModelForCausalLM.from_config(MiniMaxConfig(**STOCK, **experts))
+
+
 REFUSED = {
     **{scheme: (lambda scheme=scheme: tiny_model(scheme), "residual stream.*partial=True") for scheme in UNFOLDABLE},
     "a tied head": (lambda: tiny_model("bhyt", tie_word_embeddings=True), "cannot fold model.norm: .*tied embeddings"),
@@ -159,6 +172,8 @@ REFUSED = {
         lambda: AutoModelForCausalLM.from_config(Gemma2Config(**STOCK)),
         "Gemma2DecoderLayer, not a block of",
     ),
+    "a gate that reads the norm": (lambda: laguna(), "cannot fold .*input_layernorm: .*self_attn.g_proj may read it too"),
+    "a stream of norms": (lambda: minimax(), "cannot fold .*input_layernorm: its output is kept in the residual stream"),
     "no head": (lambda: NormlabForCausalLM(tiny_config("bhyt")).model, "no head that reads it"),
 }
 
