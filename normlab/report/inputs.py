@@ -29,6 +29,7 @@ from normlab.errors import (
     of_its_files_size,
     require_fit,
 )
+from normlab.probes.passes import unwrapped
 from normlab.schemes import SCHEMES
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -96,9 +97,12 @@ def load(
     if isinstance(model, nn.Module):
         if reader is None:
             raise NormlabError("a model without a name has no tokenizer: pass tokenizer=")
-        name = type(model).__name__
-        task = _task([name], getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        return Loaded(model.eval(), reader, task, name, NO_LOSS.get(task, ""))
+        inner = _of_transformers(model)
+        classes = [kind.__name__ for kind in type(inner).__mro__]
+        task = _task(classes, getattr(inner, "config", None))
+        if task == "encoder" and _class_of(classes[0]) is None and _has_head(inner):  # its own, on transformers' body
+            task = "causal"
+        return Loaded(model.eval(), reader, task, type(model).__name__, NO_LOSS.get(task, ""))
     try:
         import transformers
     except ImportError as error:
@@ -115,9 +119,9 @@ def load(
             with loads_quietly(), of_its_files_size(source, written, any_size):
                 config = transformers.AutoConfig.from_pretrained(source, **options)
                 architectures = getattr(config, "architectures", None) or []
-                task = _task(architectures, getattr(config, "is_encoder_decoder", False))
+                task = _task(architectures, config)
                 auto = getattr(transformers, TASKS[task][0])
-                own = _class_of(architectures[0]) if task == "encoder" else None
+                own = _class_of(architectures[0]) if architectures and task == "encoder" else None
                 auto = own if own is not None and own.config_class is type(config) else auto
                 how: dict[str, Any] = {"dtype": wanted, "output_loading_info": True, "ignore_mismatched_sizes": True}
                 how |= {"device_map": "auto"} if device == "auto" else {}
@@ -194,27 +198,46 @@ def float_type(name: str) -> torch.dtype:
     return found
 
 
-def _task(architectures: Sequence[str], is_encoder_decoder: bool) -> str:
+def _of_transformers(model: nn.Module) -> nn.Module:
+    """The model in what torch.compile, DDP or PEFT put around it."""
+    inner: Any = unwrapped(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def _task(classes: Sequence[str], config: Any) -> str:
     """The task, by transformers' own mappings of classes to tasks. Its other classes of text are encoders.
 
     A class that is not transformers' is taken for a language model.
+
+    Args:
+        classes: the names of a model's class and of those that it inherits from, nearest first. Without one, the
+            mappings are asked for the configuration's type.
+        config: the model's configuration; None without one.
     """
     from transformers.models.auto import modeling_auto
 
-    for task, (_, mapping) in TASKS.items():
-        names = getattr(modeling_auto, mapping).values()
-        if set(architectures) & {name for name in names if isinstance(name, str)}:
-            return task
-    if is_encoder_decoder:
+    mappings = {task: getattr(modeling_auto, mapping) for task, (_, mapping) in TASKS.items()}
+    of_class = ([task for task, mapping in mappings.items() if name in mapping.values()] for name in classes)
+    of_type = [task for task, mapping in mappings.items() if getattr(config, "model_type", None) in mapping]
+    tasks = next(filter(None, of_class), []) if classes else of_type
+    if getattr(config, "is_encoder_decoder", False) and (not tasks or "seq2seq" in tasks):
         return "seq2seq"
-    return "encoder" if any(map(_class_of, architectures)) else "causal"
+    if "masked" in tasks and not getattr(config, "is_decoder", False):  # before causal, as BERT's type is both
+        return "masked"
+    if tasks:
+        return tasks[0]
+    return "encoder" if any(map(_class_of, classes)) else "causal"
 
 
-def _class_of(architecture: str) -> Any:
-    """transformers' class of that name; None if there is none."""
+def _has_head(model: nn.Module) -> bool:
+    return getattr(model, "get_output_embeddings", lambda: None)() is not None
+
+
+def _class_of(name: str) -> Any:
+    """transformers' class of that name; None if there is none, or if it is a base of models of all tasks."""
     import transformers
 
-    found = getattr(transformers, architecture, None)
+    found = None if name.endswith("PreTrainedModel") else getattr(transformers, name, None)
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 

@@ -1,5 +1,6 @@
 """probe_report and `normlab probe`: models and texts or images in, tables and a page out; bad input in one line."""
 
+import copy
 import gc
 import json
 import math
@@ -51,6 +52,11 @@ def save(model, folder):
 
 ENCODER = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SHAPE = {"length": 16, "rows": 4, "progress": False}
+
+
+def measured(loaded, folder):
+    """The first stack of a model, recorded on the text of a folder."""
+    return measure(loaded, batches(loaded, folder / "text.txt", 16, 4))[0]
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +260,41 @@ def test_a_masked_model_predicts_hidden_tokens(tmp_path):
     (batch,) = batches(load(str(folder)), folder / "text.txt", 16, 4)
     hidden = batch["labels"] != -100
     assert bool(hidden.any(1).all()) and set(batch["input_ids"][hidden].tolist()) == {3}
+
+
+class OtherName(hf.BertForMaskedLM):
+    """A class whose name is in none of transformers' mappings."""
+
+
+def test_the_task_is_found_where_a_models_name_does_not_tell_it(saved):
+    peft = pytest.importorskip("peft")
+    reader = hf.AutoTokenizer.from_pretrained(saved)
+    bert = hf.BertForMaskedLM(hf.BertConfig(**ENCODER))
+    with_lora = peft.get_peft_model(copy.deepcopy(bert), peft.LoraConfig(target_modules=["query"]))
+    for other in (OtherName(bert.config), torch.compile(bert, backend="eager"), with_lora):
+        loaded = load(other, reader)
+        assert loaded.task == "masked" and -100 in batches(loaded, saved / "text.txt", 16, 4)[0]["labels"]
+    body = type("Body", (hf.LlamaModel,), {})(tiny_llama().config)
+    assert load(body, reader).task == "encoder"
+    body.lm_head = torch.nn.Linear(32, 64)
+    assert load(body, reader).task == "causal"
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [("BertForMaskedLM", "masked"), ("BertLMHeadModel", "causal"), ("LlamaForCausalLM", "causal")],
+)
+def test_a_directory_without_architectures_is_loaded_by_its_type(tmp_path, kind, task):
+    config = getattr(hf, kind).config_class(**ENCODER)
+    config.is_decoder = kind == "BertLMHeadModel"
+    model = getattr(hf, kind)(config).eval()
+    folder = save(model, tmp_path)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["architectures"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    loaded = load(str(folder), device="cpu")
+    assert loaded.task == task and not loaded.no_loss
+    assert measured(loaded, folder).loss == pytest.approx(measured(load(model, loaded.reader), folder).loss, rel=1e-5)
 
 
 def test_rows_are_as_long_as_the_models_table_of_positions_at_most(saved):
