@@ -102,6 +102,7 @@ def load(
         task = _task(classes, getattr(inner, "config", None))
         if task == "encoder" and _class_of(classes[0]) is None and _has_head(inner):  # its own, on transformers' body
             task = "causal"
+        task = _measured_as(task)
         return Loaded(model.eval(), reader, task, type(model).__name__, NO_LOSS.get(task, ""))
     try:
         import transformers
@@ -146,7 +147,7 @@ def load(
         except (RuntimeError, AssertionError) as error:
             raise NormlabError(f"device {device!r} cannot be used: {first_line(error)}") from error
     name = model if revision is None else f"{model}@{revision}"
-    task = "causal" if task == "image-text" else task
+    task = _measured_as(task)
     no_loss, remark = NO_LOSS.get(task, ""), ""
     lacking = f", as the files lack {random[0]}{f' and {len(random) - 1} more' * bool(random[1:])}" if random else ""
     if not no_loss and any("pooler" not in key for key in random):
@@ -227,6 +228,11 @@ def _task(classes: Sequence[str], config: Any) -> str:
     if tasks:
         return tasks[0]
     return "encoder" if any(map(_class_of, classes)) else "causal"
+
+
+def _measured_as(task: str) -> str:
+    """The task of the texts that a model is measured on."""
+    return "causal" if task == "image-text" else task
 
 
 def _has_head(model: nn.Module) -> bool:

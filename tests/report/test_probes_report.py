@@ -440,6 +440,9 @@ def test_a_model_of_images_and_text_is_measured_on_text(tmp_path):
     assert "2 blocks" in summary and "nats a label" in summary
     page = (tmp_path / "out" / "report.html").read_text()
     assert "pieces of 24 tokens" in page and "<h1>llava, layer by layer</h1>" in page
+    loaded = load(str(folder))
+    # The task tells over how many labels a loss in half precision is a mean.
+    assert loaded.task == load(loaded.model, loaded.reader).task == "causal"
 
 
 def test_device_and_dtype_that_do_not_exist_are_refused_in_one_line(saved):
