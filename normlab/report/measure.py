@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import (
@@ -47,7 +49,7 @@ class Measured:
     name: str  # empty for a model of one stack
     where: Sites
     stats: LayerStats
-    loss: float | None  # the mean of the model's own loss, nats per label
+    loss: float | None  # the mean of the model's own loss of its labels, nats per label
     choices: int  # what a label is one of; 0 without a loss
     tables: dict[str, pandas.DataFrame] = field(default_factory=dict)
     found: dict[str, FoundTokens] = field(default_factory=dict)
@@ -96,14 +98,29 @@ def measure(loaded: Loaded, batches: Batches) -> list[Measured]:
         chosen = stacks(loaded.model)
     metrics = list(METRICS if "labels" in batches[0] else FORWARD_METRICS)
     measured, reasons = [], []
-    for name, where in chosen.items():
-        try:
-            measured.append(Measured(name, where, *_recorded(where, loaded, batches, metrics)))
-        except NormlabError as error:
-            reasons.append(str(error))
+    with _of_labels_alone(loaded.model):
+        for name, where in chosen.items():
+            try:
+                measured.append(Measured(name, where, *_recorded(where, loaded, batches, metrics)))
+            except NormlabError as error:
+                reasons.append(str(error))
     if not measured:
         raise NormlabError(reasons[0])
     return measured
+
+
+@contextlib.contextmanager
+def _of_labels_alone(model: nn.Module) -> Iterator[None]:
+    """Without the auxiliary loss that a mixture of experts adds to that of the labels; after, as it was."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    adding = [config for config in configs if getattr(config, "output_router_logits", False) is True]
+    try:
+        for config in adding:
+            config.output_router_logits = False
+        yield
+    finally:
+        for config in adding:
+            config.output_router_logits = True
 
 
 def _recorded(
@@ -174,7 +191,8 @@ def experiment(measured: Measured, loaded: Loaded, batches: Batches, progress: b
             measured.left_out[name] = "these need a loss"
         else:
             try:
-                measured.tables[name] = test()
+                with _of_labels_alone(loaded.model):
+                    measured.tables[name] = test()
             except Exception as error:  # the model's own code: what it raises cannot be known
                 measured.left_out[name] = in_one_line(error)
 

@@ -25,7 +25,7 @@ from normlab.figures.theme import style_of
 from normlab.probes import layer_maps
 from normlab.report import probe_report, short_names
 from normlab.report.inputs import batches, load
-from normlab.report.measure import measure
+from normlab.report.measure import experiment, measure
 from normlab.report.page import cut_lines
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
@@ -165,6 +165,24 @@ def test_a_loss_above_a_guess_is_said(saved, tmp_path):
     (one,) = measure(loaded, batches(loaded, saved / "text.txt", 16, 4))
     one.loss = math.log(model.config.vocab_size) - 1e-3
     assert one.loss_line(loaded) == f"loss {one.loss:.4f} nats a label"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_of_routers_is_no_part_of_the_labels_loss(saved, tmp_path, dtype):
+    shape = dict(ENCODER, num_key_value_heads=2, num_local_experts=2, router_aux_loss_coef=0.5)
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**shape)).to(dtype)
+    loaded = load(model, hf.AutoTokenizer.from_pretrained(saved))
+    wanted = measured(loaded, saved)
+    model.config.output_router_logits = True
+    one = measured(loaded, saved)
+    assert one.loss == wanted.loss and model.config.output_router_logits
+    assert one.values["value"].to_numpy() == pytest.approx(wanted.values["value"].to_numpy(), nan_ok=True)
+    if dtype == torch.float32:
+        experiment(one, loaded, batches(loaded, saved / "text.txt", 16, 1), progress=False)
+        assert not set(one.left_out) & {"skip_sensitivity", "logit_lens"}
+    with pytest.raises(NormlabError, match="does not run"):
+        measure(loaded, [{"input_ids": torch.full((2, 16), 10_000)}])
+    assert model.config.output_router_logits
 
 
 def test_massive_activations_and_sinks_are_named_by_their_tokens(saved, tmp_path):
