@@ -103,7 +103,8 @@ def load(
         if task == "encoder" and _class_of(classes[0]) is None and _has_head(inner):  # its own, on transformers' body
             task = "causal"
         task = _measured_as(task)
-        return Loaded(model.eval(), reader, task, type(model).__name__, NO_LOSS.get(task, ""))
+        no_loss = NO_LOSS.get("encoder" if task == "seq2seq" and not _predicts(inner) else task, "")
+        return Loaded(model.eval(), reader, task, type(model).__name__, no_loss)
     try:
         import transformers
     except ImportError as error:
@@ -235,6 +236,11 @@ def _measured_as(task: str) -> str:
     return "causal" if task == "image-text" else task
 
 
+def _predicts(model: nn.Module) -> bool:
+    """True if an encoder-decoder has a head: a model of another's code has, if it makes its decoder's inputs."""
+    return hasattr(model, "prepare_decoder_input_ids_from_labels") or _has_head(model)
+
+
 def _has_head(model: nn.Module) -> bool:
     return getattr(model, "get_output_embeddings", lambda: None)() is not None
 
@@ -303,8 +309,7 @@ def _labelled(loaded: Loaded, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     if loaded.task == "seq2seq":
         middle = ids.shape[1] // 2
         labels = ids[:, middle:].contiguous()
-        shifted = loaded.model.prepare_decoder_input_ids_from_labels(labels=labels)  # type: ignore[operator]
-        batch = {"input_ids": ids[:, :middle], "decoder_input_ids": shifted}
+        batch = {"input_ids": ids[:, :middle], "decoder_input_ids": _shifted(loaded, labels)}
         return batch if loaded.no_loss else batch | {"labels": labels}
     if loaded.no_loss:
         return {"input_ids": ids}
@@ -316,6 +321,17 @@ def _labelled(loaded: Loaded, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden[:, 0] = True  # no row without a label
         return {"input_ids": ids.masked_fill(hidden, token), "labels": ids.masked_fill(~hidden, -100)}
     return {"input_ids": ids, "labels": ids}
+
+
+def _shifted(loaded: Loaded, labels: torch.Tensor) -> torch.Tensor:
+    """What a decoder reads to predict the labels: those one place to the right, after the token that starts them."""
+    model: Any = _of_transformers(loaded.model)
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels=labels)
+    start = getattr(model.config, "decoder_start_token_id", None)
+    if start is None:
+        raise NormlabError(f"{loaded.name} does not tell what its decoder reads first: set config.decoder_start_token_id")
+    return torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
 
 
 def _images(loaded: Loaded, path: Path, rows: int) -> Batches:

@@ -243,6 +243,23 @@ def test_encoder_and_decoder_are_both_in_the_table_and_on_the_page(tmp_path):
     assert "<h2>decoder.block</h2>" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_an_encoder_decoder_without_a_head_is_measured_without_a_loss_on_what_the_whole_model_reads(saved):
+    shape = dict(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48, decoder_ffn_dim=48)
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0, decoder_start_token_id=2)
+    whole, reader = hf.BartForConditionalGeneration(hf.BartConfig(**shape, **heads)), load(str(saved)).reader
+    body = load(whole.model, reader)
+    one = measured(body, saved)
+    assert one.loss is None and body.no_loss == "the model has no language-model head"
+    shared = ["site", "layer", "metric", "mask"]
+    both = measured(load(whole, reader), saved).values.merge(one.values, on=shared).query("metric == 'rms'")
+    assert len(both) > 4 and list(both["value_x"]) == pytest.approx(list(both["value_y"]))
+    m2m = hf.M2M100ForConditionalGeneration(hf.M2M100Config(**shape, **heads))  # it has no method that shifts
+    assert measured(load(m2m, reader), saved).loss > 0
+    whole.config.decoder_start_token_id = None
+    with pytest.raises(NormlabError, match="set config.decoder_start_token_id"):
+        batches(body, saved / "text.txt", 16, 4)
+
+
 def test_what_one_sequence_says_of_a_span_has_no_interval():
     row = dict(
         length=2, first=3, last=4, start=2, stop=4, keep=[[0, 2], [4, 6]], skip_delta_loss=0.25, low=0.2, high=0.3
