@@ -71,6 +71,7 @@ class Loaded:
         return scheme if scheme in SCHEMES else None
 
 
+@torch.inference_mode(False)  # whose tensors have no gradients
 def load(
     model: str | nn.Module,
     reader: Any = None,
@@ -265,6 +266,7 @@ def check_input(path: Path) -> None:
         _read(path)
 
 
+@torch.inference_mode(False)
 def batches(loaded: Loaded, path: Path, length: int, rows: int) -> Batches:
     """At most `rows` pieces of `length` tokens of a text file, or `rows` images of a folder, on the model's device.
 
@@ -330,7 +332,7 @@ def _shifted(loaded: Loaded, labels: torch.Tensor) -> torch.Tensor:
         return model.prepare_decoder_input_ids_from_labels(labels=labels)
     start = getattr(model.config, "decoder_start_token_id", None)
     if start is None:
-        raise NormlabError(f"{loaded.name} does not tell what its decoder reads first: set config.decoder_start_token_id")
+        raise NormlabError(f"what {loaded.name}'s decoder reads first is not known: set config.decoder_start_token_id")
     return torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
 
 

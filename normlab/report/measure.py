@@ -86,12 +86,15 @@ class Measured:
         )
 
 
+@torch.inference_mode(False)
 def measure(loaded: Loaded, batches: Batches) -> list[Measured]:
     """Record every stack that runs with all metrics, without gradients if there are no labels.
 
     Raises:
-        NormlabError: no stack can be measured.
+        NormlabError: no stack can be measured; weights that were made in inference mode have no gradients.
     """
+    if "labels" in batches[0] and any(parameter.is_inference() for parameter in loaded.model.parameters()):
+        raise NormlabError("the model was built in torch.inference_mode, where weights have no gradients: leave it")
     try:
         chosen = {"": sites(loaded.model)}
     except NormlabError:

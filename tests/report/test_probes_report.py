@@ -260,6 +260,15 @@ def test_an_encoder_decoder_without_a_head_is_measured_without_a_loss_on_what_th
         batches(body, saved / "text.txt", 16, 4)
 
 
+def test_in_inference_mode_the_same_is_measured_and_weights_made_there_are_refused(saved):
+    wanted = measured(load(str(saved)), saved)
+    with torch.inference_mode():
+        assert measured(load(str(saved)), saved).values.equals(wanted.values)
+        built = load(tiny_llama(), hf.AutoTokenizer.from_pretrained(saved))
+        with pytest.raises(NormlabError, match="built in torch.inference_mode"):
+            measured(built, saved)
+
+
 def test_what_one_sequence_says_of_a_span_has_no_interval():
     row = dict(
         length=2, first=3, last=4, start=2, stop=4, keep=[[0, 2], [4, 6]], skip_delta_loss=0.25, low=0.2, high=0.3
