@@ -24,6 +24,7 @@ from normlab.figures.report import layer_figure
 from normlab.figures.theme import style_of
 from normlab.probes import layer_maps
 from normlab.report import probe_report, short_names
+from normlab.report.facts import growth, step
 from normlab.report.inputs import batches, load
 from normlab.report.measure import experiment, measure
 from normlab.report.page import cut_lines
@@ -267,6 +268,26 @@ def test_in_inference_mode_the_same_is_measured_and_weights_made_there_are_refus
         built = load(tiny_llama(), hf.AutoTokenizer.from_pretrained(saved))
         with pytest.raises(NormlabError, match="built in torch.inference_mode"):
             measured(built, saved)
+
+
+def of_blocks(**values):
+    """A table of values by block; None where there is none. The stack is as deep as the longest."""
+    sites = {"rms": "block_out", "relative_contribution": "block", "block_influence": "block"}
+    rows = [(sites[metric], layer, metric, "all", x) for metric in values for layer, x in enumerate(values[metric], 1)]
+    table = pandas.DataFrame(rows, columns=["site", "layer", "metric", "mask", "value"])
+    return table[table["value"].notna()].replace({"value": {-1.0: math.nan}})
+
+
+def test_no_block_is_called_the_largest_where_one_is_not_finite_or_missing():
+    stream = of_blocks(rms=[1.0, 2.0, math.inf, -1.0], relative_contribution=[3.0, 1.0, math.inf, -1.0])
+    assert growth(stream) == "The residual stream is not finite from block 3 on."
+    assert step(stream) == "The largest step cannot be told: steps are not finite from block 3 on."
+    assert step(of_blocks(relative_contribution=[-1.0, 3.0, 2.0])).endswith("steps are not finite at block 1.")
+    missing = of_blocks(rms=[1.0, 2.0, None], relative_contribution=[3.0, None, 2.0], block_influence=[0.1, 0.3, 0.2])
+    assert growth(missing) == ""
+    assert step(missing) == "Block 2 turns the stream most: by 1 - cosine = 0.3 (0.2 in the median block)."
+    whole = of_blocks(rms=[1.0, 2.0, 4.0], relative_contribution=[3.0, 1.0, 2.0])
+    assert growth(whole).startswith("The residual stream grows 4-fold") and step(whole).startswith("Block 1 takes")
 
 
 def test_what_one_sequence_says_of_a_span_has_no_interval():
