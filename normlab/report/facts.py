@@ -71,8 +71,8 @@ def step(table: pd.DataFrame) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits; thousands in full."""
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
+    """Three digits; in full what is 1,000 to 999,999 when rounded."""
+    return f"{value:,.0f}" if 1e3 <= round(abs(value), 0) < 1e6 else f"{value:.3g}"
 
 
 def _by_block(table: pd.DataFrame, metric: str, site: str) -> pd.DataFrame | None:

@@ -24,7 +24,7 @@ from normlab.figures.report import layer_figure
 from normlab.figures.theme import style_of
 from normlab.probes import layer_maps
 from normlab.report import probe_report, short_names
-from normlab.report.facts import growth, step
+from normlab.report.facts import growth, number, step
 from normlab.report.inputs import batches, load
 from normlab.report.measure import experiment, measure
 from normlab.report.page import cut_lines
@@ -288,6 +288,11 @@ def test_no_block_is_called_the_largest_where_one_is_not_finite_or_missing():
     assert step(missing) == "Block 2 turns the stream most: by 1 - cosine = 0.3 (0.2 in the median block)."
     whole = of_blocks(rms=[1.0, 2.0, 4.0], relative_contribution=[3.0, 1.0, 2.0])
     assert growth(whole).startswith("The residual stream grows 4-fold") and step(whole).startswith("Block 1 takes")
+
+
+def test_numbers_have_three_digits_and_thousands_are_in_full():
+    shown = {999.4: "999", 999.7: "1,000", -1234.5: "-1,234", 999_999.4: "999,999", 999_999.6: "1e+06", 1e6: "1e+06"}
+    assert {value: number(value) for value in shown} == shown and number(math.inf) == "inf"
 
 
 def test_what_one_sequence_says_of_a_span_has_no_interval():
