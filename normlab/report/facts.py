@@ -2,13 +2,13 @@
 
 stack_facts     of one stack: growth, the largest step, what is cheap to leave out, tokens unlike all others
 growth, step    the first two of them, of any table
-left_out        what was not measured, and why
+left_out        what was not measured, and why; left_out_of_all of several stacks
 by_reason       the same, one line per reason
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -173,6 +173,14 @@ def left_out(one: Measured) -> list[tuple[str, str]]:
     known = {site for site, _ in layers}
     metrics = [(metric, "do not apply") for metric in one.stats.absent if metric not in known]
     return [*one.left_out.items(), *whose, *tokens, *metrics]
+
+
+def left_out_of_all(stacks: Sequence[Measured]) -> list[tuple[str, str]]:
+    """What was not measured of a model, with the stack's name where it is not so of all stacks."""
+    found = {one.name: left_out(one) for one in stacks}
+    shared = [pair for pair in left_out(stacks[0]) if all(pair in pairs for pairs in found.values())]
+    own = [(f"{name} {what}", why) for name, pairs in found.items() for what, why in pairs if (what, why) not in shared]
+    return shared + own
 
 
 def _listed(layers: list[str]) -> str:

@@ -24,10 +24,10 @@ from normlab.figures.report import layer_figure
 from normlab.figures.theme import style_of
 from normlab.probes import layer_maps
 from normlab.report import probe_report, short_names
-from normlab.report.facts import growth, number, step
+from normlab.report.facts import growth, left_out_of_all, number, step
 from normlab.report.inputs import batches, load
 from normlab.report.measure import experiment, measure
-from normlab.report.page import cut_lines
+from normlab.report.page import cut_lines, series_page
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
 
@@ -236,12 +236,14 @@ def test_directories_are_called_by_as_much_of_their_names_as_tells_them_apart(tm
 def test_encoder_and_decoder_are_both_in_the_table_and_on_the_page(tmp_path):
     shape = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
     folder = save(hf.T5ForConditionalGeneration(hf.T5Config(**shape)), tmp_path / "t5")
-    probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **SHAPE)
+    summary = probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **SHAPE)
     table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
     assert set(table["stack"]) == {"encoder.block", "decoder.block"}
     crossed = table[table["site"].eq("cross") & table["metric"].eq("relative_contribution")]
     assert set(crossed["stack"]) == {"decoder.block"} and set(table["metric"]) > {"grad_l2_mean"}
     assert "<h2>decoder.block</h2>" in (tmp_path / "out" / "report.html").read_text()
+    for stack in ("encoder.block", "decoder.block"):
+        assert f"\n{stack}: 2 blocks\n" in f"\n{summary}" and f"\n{stack}: cheapest 1 to drop: " in summary
 
 
 def test_an_encoder_decoder_without_a_head_is_measured_without_a_loss_on_what_the_whole_model_reads(saved):
@@ -293,6 +295,26 @@ def test_no_block_is_called_the_largest_where_one_is_not_finite_or_missing():
 def test_numbers_have_three_digits_and_thousands_are_in_full():
     shown = {999.4: "999", 999.7: "1,000", -1234.5: "-1,234", 999_999.4: "999,999", 999_999.6: "1e+06", 1e6: "1e+06"}
     assert {value: number(value) for value in shown} == shown and number(math.inf) == "inf"
+
+
+def test_sentences_of_a_series_begin_with_their_stack_where_there_are_several():
+    one = of_blocks(rms=[1.0, 4.0], relative_contribution=[3.0, 1.0]).assign(stack="", model="one")
+    two = [one.assign(stack=stack, model="two") for stack in ("encoder", "decoder")]
+    losses, missing = {"one": "a", "two": "b"}, {"one": [], "two": []}
+    opening, _ = series_page(pandas.concat([one, *two]), "model", losses, missing, "", {})
+    alone, both = re.findall("<li>(.*?)</li>", opening)
+    assert alone.startswith("<b>one</b>: a. The residual stream grows 4-fold: ") and "coder" not in alone
+    for stack in ("encoder", "decoder"):
+        assert f". {stack}: The residual stream grows" in both and f". {stack}: Block 1 takes the largest" in both
+
+
+def test_what_is_left_out_of_some_stacks_is_named_by_them():
+    def stack(name, absent):
+        return SimpleNamespace(name=name, left_out={}, stats=SimpleNamespace(manifest={"absent": absent}, absent=["x"]))
+
+    encoder, decoder = stack("encoder", {}), stack("decoder", {"attn 3": "why"})
+    assert left_out_of_all([encoder, decoder]) == [("x", "do not apply"), ("decoder attn of layer 3", "why")]
+    assert left_out_of_all([decoder]) == [("attn of layer 3", "why"), ("x", "do not apply")]
 
 
 def test_what_one_sequence_says_of_a_span_has_no_interval():
