@@ -46,7 +46,7 @@ def probe_report(
         attention_sinks.csv         tokens that take most attention, in the first batch
         void_tokens.csv             tokens that a block hardly changes
         spans.csv, branches.csv     the cheapest blocks to drop; the cheapest attention and MLP branches
-        mergekit-drop-N.yaml        N blocks to drop, for mergekit
+        mergekit-drop-N.yaml        N blocks to drop, for mergekit; the path of a model without files is to be filled in
         llm-drop-N.json             N branches to drop, as LLM-Drop's config.json names them
         report.html                 the page; it reads plotly.min.js next to it
 

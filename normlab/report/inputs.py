@@ -54,7 +54,7 @@ class Loaded:
     """A model, its tokenizer or image processor, its task (causal, masked, seq2seq, image, encoder) and its name.
 
     `no_loss` says why its predictions are not judged; empty if they are. `remark` names random weights beside the
-    layers.
+    layers. `path` is the directory or hub name of its files; empty if it is not known.
     """
 
     model: nn.Module
@@ -63,6 +63,7 @@ class Loaded:
     name: str
     no_loss: str = ""
     remark: str = ""
+    path: str = ""
 
     @property
     def scheme(self) -> str | None:
@@ -105,7 +106,8 @@ def load(
             task = "causal"
         task = _measured_as(task)
         no_loss = NO_LOSS.get("encoder" if task == "seq2seq" and not _predicts(inner) else task, "")
-        return Loaded(model.eval(), reader, task, type(model).__name__, no_loss)
+        saved = "" if inner is not unwrapped(model) else getattr(getattr(inner, "config", None), "_name_or_path", "")
+        return Loaded(model.eval(), reader, task, type(model).__name__, no_loss, path=saved or "")
     try:
         import transformers
     except ImportError as error:
@@ -156,7 +158,7 @@ def load(
         no_loss = f"the head is random{lacking}"
     elif random:
         remark = f"random weights that no layer reads{lacking}"
-    return Loaded(loaded.eval(), reader, task, name, no_loss, remark)
+    return Loaded(loaded.eval(), reader, task, name, no_loss, remark, name)
 
 
 def _source(model: str, revision: str | None) -> tuple[str, dict[str, Any]]:

@@ -65,8 +65,10 @@ class Measured:
         dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
         files = {}
         if "spans" in self.tables:
+            path = loaded.path or f"PATH OF THE SAVED {loaded.name}"
+            note = "" if loaded.path else f"# The model was given without its files: fill in their path for {path!r}.\n"
             for row in self.tables["spans"].itertuples():
-                files[f"mergekit-drop-{row.length}.yaml"] = mergekit_config(loaded.name, row.keep, dtype)
+                files[f"mergekit-drop-{row.length}.yaml"] = note + mergekit_config(path, row.keep, dtype)
         if "branches" in self.tables:
             for row in self.tables["branches"].itertuples():
                 lists = {name: getattr(row, name) for name in ("drop_attn_list", "drop_mlp_list")}

@@ -26,7 +26,7 @@ from normlab.probes import layer_maps
 from normlab.report import probe_report, short_names
 from normlab.report.facts import growth, left_out_of_all, number, step
 from normlab.report.inputs import batches, load
-from normlab.report.measure import experiment, measure
+from normlab.report.measure import Measured, experiment, measure
 from normlab.report.page import cut_lines, series_page
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
@@ -184,6 +184,17 @@ def test_a_loss_of_routers_is_no_part_of_the_labels_loss(saved, tmp_path, dtype)
     with pytest.raises(NormlabError, match="does not run"):
         measure(loaded, [{"input_ids": torch.full((2, 16), 10_000)}])
     assert model.config.output_router_logits
+
+
+def test_a_mergekit_file_names_the_models_files_or_asks_for_them(saved):
+    reader = hf.AutoTokenizer.from_pretrained(saved)
+    one = Measured("", None, None, None, 0, {"spans": pandas.DataFrame([dict(length=1, keep=[[0, 1], [2, 3]])])})
+    for model in (str(saved), hf.AutoModelForCausalLM.from_pretrained(saved)):
+        (text,) = one.configurations(load(model, reader)).values()
+        assert text.startswith("slices:") and text.count(f"- model: {json.dumps(str(saved))}\n") == 2
+    (text,) = one.configurations(load(tiny_llama(), reader)).values()
+    assert text.startswith("# The model was given without its files: fill in their path")
+    assert text.count('- model: "PATH OF THE SAVED LlamaForCausalLM"') == 2
 
 
 def test_massive_activations_and_sinks_are_named_by_their_tokens(saved, tmp_path):
