@@ -36,7 +36,7 @@ from normlab.differences.capture import (
 )
 from normlab.differences.causes import Evidence, Side, causes_of
 from normlab.errors import NormlabError
-from normlab.probes.passes import evaluating
+from normlab.probes.passes import evaluating, unwrapped
 from normlab.probes.sites import stacks_of
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
@@ -102,7 +102,7 @@ def diff(
     batch = {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
     if not isinstance(b, nn.Module | str | Path):
         raise NormlabError(f"{b!r:.80} is not compared: give a model, or a file of arrays")
-    a = _original(a)
+    a = unwrapped(a)
     for model in (a, b):
         if isinstance(model, nn.Module) and any(x.is_meta for x in model.parameters()):
             raise NormlabError("weights are offloaded or on the meta device, and diff copies them: load them")
@@ -110,7 +110,7 @@ def diff(
     with evaluating(a), torch.autocast(device, enabled=False):  # it would round the copies in float32
         if not isinstance(b, nn.Module):
             return _diff_arrays(a, read_arrays(b), batch, blocks, dtype)
-        b = _original(b)
+        b = unwrapped(b)
         with evaluating(b):
             return _diff_models(a, b, batch, blocks, gradients)
 
@@ -327,13 +327,6 @@ def _clause(added: pd.DataFrame, first: int, depth: int) -> str:
         return "; nothing else adds error"
     moves = f", {_place(ruins, depth)} moves the logits most" if ruins != most else ""
     return f"; {_place(most, depth)} adds most{moves}"
-
-
-def _original(model: nn.Module) -> nn.Module:
-    """The module that torch.compile, DDP or a wrapper of one child wraps."""
-    inner: Any = getattr(model, "_orig_mod", getattr(model, "module", None))
-    is_wrapper = isinstance(inner, nn.Module) and [*model.children()] == [inner] and not model._parameters
-    return _original(inner) if is_wrapper else model
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -57,6 +57,13 @@ def called(model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:
         return model(*args, **inputs)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that torch.compile, DDP or a wrapper of one child wraps."""
+    inner: Any = getattr(model, "_orig_mod", getattr(model, "module", None))
+    is_wrapper = isinstance(inner, nn.Module) and [*model.children()] == [inner] and not model._parameters
+    return unwrapped(inner) if is_wrapper else model
+
+
 def device_of(model: nn.Module) -> torch.device:
     """The device that a model's inputs go to: that of its first parameter, or where accelerate runs offloaded ones."""
     devices = (parameter.device for parameter in model.parameters())

@@ -46,7 +46,7 @@ def probe_report(
         attention_sinks.csv         tokens that take most attention, in the first batch
         void_tokens.csv             tokens that a block hardly changes
         spans.csv, branches.csv     the cheapest blocks to drop; the cheapest attention and MLP branches
-        mergekit-drop-N.yaml        N blocks to drop, for mergekit
+        mergekit-drop-N.yaml        N blocks to drop, for mergekit; the path of a model without files is to be filled in
         llm-drop-N.json             N branches to drop, as LLM-Drop's config.json names them
         report.html                 the page; it reads plotly.min.js next to it
 
@@ -144,12 +144,12 @@ def _single(loaded: Loaded, path: Path, folder: Path, length: int, rows: int, pr
         _write_table(_table(stacks), staged)
         for stack in stacks:
             stem = f"{stack.name}-" if stack.name else ""
-            lines += str(stack.where).splitlines()
             for key, frame in stack.tables.items():
                 frame.to_csv(staged / f"{stem}{key}.csv", index=key == "angular_distance")
             for file, content in stack.configurations(loaded).items():
                 (staged / f"{stem}{file}").write_text(content, encoding="utf-8")
-            lines += cut_lines(stack)
+            said = [*str(stack.where).splitlines(), *cut_lines(stack)]
+            lines += [line if line.startswith(" ") or not stack.name else f"{stack.name}: {line}" for line in said]
         page = write_page(staged, f"{short_names([loaded.name])[loaded.name]}, layer by layer", opening, sections)
     return _summary(lines + remarks, folder, folder / page.name)
 
@@ -169,7 +169,7 @@ def _series(
     """
     import pandas
 
-    from normlab.report.facts import left_out
+    from normlab.report.facts import left_out_of_all
     from normlab.report.page import map_section, series_page, write_page
 
     tables: list[pandas.DataFrame] = []
@@ -184,7 +184,7 @@ def _series(
         stacks = measure(held[0], data)
         label = case if case not in losses else f"{case} ({len(losses) + 1})"  # two of one name
         named[label] = case
-        missing[label] = [pair for stack in stacks for pair in left_out(stack)]
+        missing[label] = left_out_of_all(stacks)
         losses[label] = "; ".join(_remarks(held[0], stacks))
         if by == "model" and held[0].scheme is not None:
             schemes[label] = held[0].scheme

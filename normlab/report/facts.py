@@ -2,13 +2,13 @@
 
 stack_facts     of one stack: growth, the largest step, what is cheap to leave out, tokens unlike all others
 growth, step    the first two of them, of any table
-left_out        what was not measured, and why
+left_out        what was not measured, and why; left_out_of_all of several stacks
 by_reason       the same, one line per reason
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -35,10 +35,15 @@ def stack_facts(one: Measured) -> list[str]:
 
 
 def growth(table: pd.DataFrame) -> str:
-    """How the root mean square of the residual stream changes from the first block to the last."""
+    """How the root mean square of the residual stream changes from the first block to the last.
+
+    Or from which block on it is not finite. Empty if it was not measured at all blocks.
+    """
     rows = _by_block(table, "rms", "block_out")
-    if len(rows) < 2:
+    if rows is None:
         return ""
+    if where := _not_finite(rows):
+        return f"The residual stream is not finite {where}."
     first, last = rows.iloc[0], rows.iloc[-1]
     ratio = last["value"] / first["value"]
     verb = f"grows {number(ratio)}-fold" if ratio > 1 else f"shrinks to {number(ratio)} of its size"
@@ -50,10 +55,15 @@ def growth(table: pd.DataFrame) -> str:
 
 
 def step(table: pd.DataFrame) -> str:
-    """The block that changes the stream most: by what it adds, or by its turn where it does not add."""
+    """The block that changes the stream most: by what it adds, or by its turn where one does not add.
+
+    Or that it cannot be told, as a step is not finite. Empty if steps were not measured at all blocks.
+    """
     for metric, words in STEPS.items():
         rows = _by_block(table, metric, "block")
-        if len(rows) > 1:
+        if rows is not None:
+            if where := _not_finite(rows):
+                return f"The largest step cannot be told: steps are not finite {where}."
             most = rows.loc[rows["value"].idxmax()]
             median = number(rows["value"].median())
             return f"Block {most['layer']:.0f} {words.format(number(most['value']))} ({median} in the median block)."
@@ -61,14 +71,27 @@ def step(table: pd.DataFrame) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits; thousands in full."""
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
+    """Three digits; in full what is 1,000 to 999,999 when rounded."""
+    return f"{value:,.0f}" if 1e3 <= round(abs(value), 0) < 1e6 else f"{value:.3g}"
 
 
-def _by_block(table: pd.DataFrame, metric: str, site: str) -> pd.DataFrame:
-    """Finite values by block, over all tokens. Layer 0 is what enters the first block."""
+def _by_block(table: pd.DataFrame, metric: str, site: str) -> pd.DataFrame | None:
+    """Values by block, over all tokens; None if one is missing or alone. Layer 0 is what enters the first block."""
+    depth = table["layer"].max()
     rows = table[(table["metric"] == metric) & (table["site"] == site) & (table["mask"] == "all")]
-    return rows[rows["layer"].gt(0) & rows["value"].abs().lt(float("inf"))].sort_values("layer")
+    rows = rows[rows["layer"].gt(0)].sort_values("layer")
+    return rows if len(rows) == depth > 1 else None
+
+
+def _not_finite(rows: pd.DataFrame) -> str:
+    """At which blocks values are not finite; empty if all are."""
+    bad = ~rows["value"].abs().lt(float("inf"))
+    layers = [str(layer) for layer in rows["layer"][bad]]
+    if not layers:
+        return ""
+    if bad[bad.idxmax() :].all():
+        return f"from block {layers[0]} on"
+    return f"at block{'s' * (len(layers) > 1)} {_listed(layers)}"
 
 
 def _cheapest(one: Measured) -> str:
@@ -80,8 +103,8 @@ def _cheapest(one: Measured) -> str:
     if "angular_distance" not in one.tables or one.where.depth < 2:
         return ""
     angles = one.tables["angular_distance"]
-    turns = pd.Series({layer: float(angles.loc[layer - 1, layer]) for layer in range(1, one.where.depth + 1)}).dropna()
-    if turns.empty:
+    turns = pd.Series({layer: float(angles.loc[layer - 1, layer]) for layer in range(1, one.where.depth + 1)})
+    if turns.isna().any():
         return ""
     least = turns.idxmin()
     return (
@@ -150,6 +173,14 @@ def left_out(one: Measured) -> list[tuple[str, str]]:
     known = {site for site, _ in layers}
     metrics = [(metric, "do not apply") for metric in one.stats.absent if metric not in known]
     return [*one.left_out.items(), *whose, *tokens, *metrics]
+
+
+def left_out_of_all(stacks: Sequence[Measured]) -> list[tuple[str, str]]:
+    """What was not measured of a model, with the stack's name where it is not so of all stacks."""
+    found = {one.name: left_out(one) for one in stacks}
+    shared = [pair for pair in left_out(stacks[0]) if all(pair in pairs for pairs in found.values())]
+    own = [(f"{name} {what}", why) for name, pairs in found.items() for what, why in pairs if (what, why) not in shared]
+    return shared + own
 
 
 def _listed(layers: list[str]) -> str:

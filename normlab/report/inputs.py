@@ -29,6 +29,7 @@ from normlab.errors import (
     of_its_files_size,
     require_fit,
 )
+from normlab.probes.passes import unwrapped
 from normlab.schemes import SCHEMES
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -53,7 +54,7 @@ class Loaded:
     """A model, its tokenizer or image processor, its task (causal, masked, seq2seq, image, encoder) and its name.
 
     `no_loss` says why its predictions are not judged; empty if they are. `remark` names random weights beside the
-    layers.
+    layers. `path` is the directory or hub name of its files; empty if it is not known.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class Loaded:
     name: str
     no_loss: str = ""
     remark: str = ""
+    path: str = ""
 
     @property
     def scheme(self) -> str | None:
@@ -70,6 +72,7 @@ class Loaded:
         return scheme if scheme in SCHEMES else None
 
 
+@torch.inference_mode(False)  # whose tensors have no gradients
 def load(
     model: str | nn.Module,
     reader: Any = None,
@@ -96,9 +99,15 @@ def load(
     if isinstance(model, nn.Module):
         if reader is None:
             raise NormlabError("a model without a name has no tokenizer: pass tokenizer=")
-        name = type(model).__name__
-        task = _task([name], getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        return Loaded(model.eval(), reader, task, name, NO_LOSS.get(task, ""))
+        inner = _of_transformers(model)
+        classes = [kind.__name__ for kind in type(inner).__mro__]
+        task = _task(classes, getattr(inner, "config", None))
+        if task == "encoder" and _class_of(classes[0]) is None and _has_head(inner):  # its own, on transformers' body
+            task = "causal"
+        task = _measured_as(task)
+        no_loss = NO_LOSS.get("encoder" if task == "seq2seq" and not _predicts(inner) else task, "")
+        saved = "" if inner is not unwrapped(model) else getattr(getattr(inner, "config", None), "_name_or_path", "")
+        return Loaded(model.eval(), reader, task, type(model).__name__, no_loss, path=saved or "")
     try:
         import transformers
     except ImportError as error:
@@ -115,9 +124,9 @@ def load(
             with loads_quietly(), of_its_files_size(source, written, any_size):
                 config = transformers.AutoConfig.from_pretrained(source, **options)
                 architectures = getattr(config, "architectures", None) or []
-                task = _task(architectures, getattr(config, "is_encoder_decoder", False))
+                task = _task(architectures, config)
                 auto = getattr(transformers, TASKS[task][0])
-                own = _class_of(architectures[0]) if task == "encoder" else None
+                own = _class_of(architectures[0]) if architectures and task == "encoder" else None
                 auto = own if own is not None and own.config_class is type(config) else auto
                 how: dict[str, Any] = {"dtype": wanted, "output_loading_info": True, "ignore_mismatched_sizes": True}
                 how |= {"device_map": "auto"} if device == "auto" else {}
@@ -142,14 +151,14 @@ def load(
         except (RuntimeError, AssertionError) as error:
             raise NormlabError(f"device {device!r} cannot be used: {first_line(error)}") from error
     name = model if revision is None else f"{model}@{revision}"
-    task = "causal" if task == "image-text" else task
+    task = _measured_as(task)
     no_loss, remark = NO_LOSS.get(task, ""), ""
     lacking = f", as the files lack {random[0]}{f' and {len(random) - 1} more' * bool(random[1:])}" if random else ""
     if not no_loss and any("pooler" not in key for key in random):
         no_loss = f"the head is random{lacking}"
     elif random:
         remark = f"random weights that no layer reads{lacking}"
-    return Loaded(loaded.eval(), reader, task, name, no_loss, remark)
+    return Loaded(loaded.eval(), reader, task, name, no_loss, remark, name)
 
 
 def _source(model: str, revision: str | None) -> tuple[str, dict[str, Any]]:
@@ -194,27 +203,56 @@ def float_type(name: str) -> torch.dtype:
     return found
 
 
-def _task(architectures: Sequence[str], is_encoder_decoder: bool) -> str:
+def _of_transformers(model: nn.Module) -> nn.Module:
+    """The model in what torch.compile, DDP or PEFT put around it."""
+    inner: Any = unwrapped(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def _task(classes: Sequence[str], config: Any) -> str:
     """The task, by transformers' own mappings of classes to tasks. Its other classes of text are encoders.
 
     A class that is not transformers' is taken for a language model.
+
+    Args:
+        classes: the names of a model's class and of those that it inherits from, nearest first. Without one, the
+            mappings are asked for the configuration's type.
+        config: the model's configuration; None without one.
     """
     from transformers.models.auto import modeling_auto
 
-    for task, (_, mapping) in TASKS.items():
-        names = getattr(modeling_auto, mapping).values()
-        if set(architectures) & {name for name in names if isinstance(name, str)}:
-            return task
-    if is_encoder_decoder:
+    mappings = {task: getattr(modeling_auto, mapping) for task, (_, mapping) in TASKS.items()}
+    of_class = ([task for task, mapping in mappings.items() if name in mapping.values()] for name in classes)
+    of_type = [task for task, mapping in mappings.items() if getattr(config, "model_type", None) in mapping]
+    tasks = next(filter(None, of_class), []) if classes else of_type
+    if getattr(config, "is_encoder_decoder", False) and (not tasks or "seq2seq" in tasks):
         return "seq2seq"
-    return "encoder" if any(map(_class_of, architectures)) else "causal"
+    if "masked" in tasks and not getattr(config, "is_decoder", False):  # before causal, as BERT's type is both
+        return "masked"
+    if tasks:
+        return tasks[0]
+    return "encoder" if any(map(_class_of, classes)) else "causal"
 
 
-def _class_of(architecture: str) -> Any:
-    """transformers' class of that name; None if there is none."""
+def _measured_as(task: str) -> str:
+    """The task of the texts that a model is measured on."""
+    return "causal" if task == "image-text" else task
+
+
+def _predicts(model: nn.Module) -> bool:
+    """True if an encoder-decoder has a head: a model of another's code has, if it makes its decoder's inputs."""
+    return hasattr(model, "prepare_decoder_input_ids_from_labels") or _has_head(model)
+
+
+def _has_head(model: nn.Module) -> bool:
+    return getattr(model, "get_output_embeddings", lambda: None)() is not None
+
+
+def _class_of(name: str) -> Any:
+    """transformers' class of that name; None if there is none, or if it is a base of models of all tasks."""
     import transformers
 
-    found = getattr(transformers, architecture, None)
+    found = None if name.endswith("PreTrainedModel") else getattr(transformers, name, None)
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
@@ -230,6 +268,7 @@ def check_input(path: Path) -> None:
         _read(path)
 
 
+@torch.inference_mode(False)
 def batches(loaded: Loaded, path: Path, length: int, rows: int) -> Batches:
     """At most `rows` pieces of `length` tokens of a text file, or `rows` images of a folder, on the model's device.
 
@@ -274,8 +313,7 @@ def _labelled(loaded: Loaded, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     if loaded.task == "seq2seq":
         middle = ids.shape[1] // 2
         labels = ids[:, middle:].contiguous()
-        shifted = loaded.model.prepare_decoder_input_ids_from_labels(labels=labels)  # type: ignore[operator]
-        batch = {"input_ids": ids[:, :middle], "decoder_input_ids": shifted}
+        batch = {"input_ids": ids[:, :middle], "decoder_input_ids": _shifted(loaded, labels)}
         return batch if loaded.no_loss else batch | {"labels": labels}
     if loaded.no_loss:
         return {"input_ids": ids}
@@ -287,6 +325,17 @@ def _labelled(loaded: Loaded, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden[:, 0] = True  # no row without a label
         return {"input_ids": ids.masked_fill(hidden, token), "labels": ids.masked_fill(~hidden, -100)}
     return {"input_ids": ids, "labels": ids}
+
+
+def _shifted(loaded: Loaded, labels: torch.Tensor) -> torch.Tensor:
+    """What a decoder reads to predict the labels: those one place to the right, after the token that starts them."""
+    model: Any = _of_transformers(loaded.model)
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels=labels)
+    start = getattr(model.config, "decoder_start_token_id", None)
+    if start is None:
+        raise NormlabError(f"what {loaded.name}'s decoder reads first is not known: set config.decoder_start_token_id")
+    return torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
 
 
 def _images(loaded: Loaded, path: Path, rows: int) -> Batches:

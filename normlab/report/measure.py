@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import (
@@ -47,7 +49,7 @@ class Measured:
     name: str  # empty for a model of one stack
     where: Sites
     stats: LayerStats
-    loss: float | None  # the mean of the model's own loss, nats per label
+    loss: float | None  # the mean of the model's own loss of its labels, nats per label
     choices: int  # what a label is one of; 0 without a loss
     tables: dict[str, pandas.DataFrame] = field(default_factory=dict)
     found: dict[str, FoundTokens] = field(default_factory=dict)
@@ -63,8 +65,10 @@ class Measured:
         dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
         files = {}
         if "spans" in self.tables:
+            path = loaded.path or f"PATH OF THE SAVED {loaded.name}"
+            note = "" if loaded.path else f"# The model was given without its files: fill in their path for {path!r}.\n"
             for row in self.tables["spans"].itertuples():
-                files[f"mergekit-drop-{row.length}.yaml"] = mergekit_config(loaded.name, row.keep, dtype)
+                files[f"mergekit-drop-{row.length}.yaml"] = note + mergekit_config(path, row.keep, dtype)
         if "branches" in self.tables:
             for row in self.tables["branches"].itertuples():
                 lists = {name: getattr(row, name) for name in ("drop_attn_list", "drop_mlp_list")}
@@ -84,26 +88,44 @@ class Measured:
         )
 
 
+@torch.inference_mode(False)
 def measure(loaded: Loaded, batches: Batches) -> list[Measured]:
     """Record every stack that runs with all metrics, without gradients if there are no labels.
 
     Raises:
-        NormlabError: no stack can be measured.
+        NormlabError: no stack can be measured; weights that were made in inference mode have no gradients.
     """
+    if "labels" in batches[0] and any(parameter.is_inference() for parameter in loaded.model.parameters()):
+        raise NormlabError("the model was built in torch.inference_mode, where weights have no gradients: leave it")
     try:
         chosen = {"": sites(loaded.model)}
     except NormlabError:
         chosen = stacks(loaded.model)
     metrics = list(METRICS if "labels" in batches[0] else FORWARD_METRICS)
     measured, reasons = [], []
-    for name, where in chosen.items():
-        try:
-            measured.append(Measured(name, where, *_recorded(where, loaded, batches, metrics)))
-        except NormlabError as error:
-            reasons.append(str(error))
+    with _of_labels_alone(loaded.model):
+        for name, where in chosen.items():
+            try:
+                measured.append(Measured(name, where, *_recorded(where, loaded, batches, metrics)))
+            except NormlabError as error:
+                reasons.append(str(error))
     if not measured:
         raise NormlabError(reasons[0])
     return measured
+
+
+@contextlib.contextmanager
+def _of_labels_alone(model: nn.Module) -> Iterator[None]:
+    """Without the auxiliary loss that a mixture of experts adds to that of the labels; after, as it was."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    adding = [config for config in configs if getattr(config, "output_router_logits", False) is True]
+    try:
+        for config in adding:
+            config.output_router_logits = False
+        yield
+    finally:
+        for config in adding:
+            config.output_router_logits = True
 
 
 def _recorded(
@@ -174,7 +196,8 @@ def experiment(measured: Measured, loaded: Loaded, batches: Batches, progress: b
             measured.left_out[name] = "these need a loss"
         else:
             try:
-                measured.tables[name] = test()
+                with _of_labels_alone(loaded.model):
+                    measured.tables[name] = test()
             except Exception as error:  # the model's own code: what it raises cannot be known
                 measured.left_out[name] = in_one_line(error)
 

@@ -293,9 +293,10 @@ def series_page(
     shared, own = _shared(missing)
     items = ""
     for name, ours in table.groupby(by, sort=False):
-        stacks = [part for _, part in ours.groupby("stack", sort=False)]
-        facts = [fact(part) for fact in (growth, step) for part in stacks]
-        words = html.escape(" ".join(filter(None, [f"{losses[str(name)]}.", *facts])))
+        stacks = {str(stack): part for stack, part in ours.groupby("stack", sort=False)}
+        said = [(stack, fact(part)) for fact in (growth, step) for stack, part in stacks.items()]
+        facts = [f"{stack}: {words}" if len(stacks) > 1 else words for stack, words in said if words]
+        words = html.escape(" ".join([f"{losses[str(name)]}.", *facts]))
         items += f"<li><b>{html.escape(str(name))}</b>: {words}{_missing(own[str(name)])}</li>"
     opening = f"<p>{html.escape(about)}</p><ul>{items}</ul>{_missing(shared)}"
     sections: list[Section] = []

@@ -1,5 +1,6 @@
 """probe_report and `normlab probe`: models and texts or images in, tables and a page out; bad input in one line."""
 
+import copy
 import gc
 import json
 import math
@@ -23,9 +24,10 @@ from normlab.figures.report import layer_figure
 from normlab.figures.theme import style_of
 from normlab.probes import layer_maps
 from normlab.report import probe_report, short_names
+from normlab.report.facts import growth, left_out_of_all, number, step
 from normlab.report.inputs import batches, load
-from normlab.report.measure import measure
-from normlab.report.page import cut_lines
+from normlab.report.measure import Measured, experiment, measure
+from normlab.report.page import cut_lines, series_page
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
 
@@ -51,6 +53,11 @@ def save(model, folder):
 
 ENCODER = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SHAPE = {"length": 16, "rows": 4, "progress": False}
+
+
+def measured(loaded, folder):
+    """The first stack of a model, recorded on the text of a folder."""
+    return measure(loaded, batches(loaded, folder / "text.txt", 16, 4))[0]
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +168,35 @@ def test_a_loss_above_a_guess_is_said(saved, tmp_path):
     assert one.loss_line(loaded) == f"loss {one.loss:.4f} nats a label"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_of_routers_is_no_part_of_the_labels_loss(saved, tmp_path, dtype):
+    shape = dict(ENCODER, num_key_value_heads=2, num_local_experts=2, router_aux_loss_coef=0.5)
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**shape)).to(dtype)
+    loaded = load(model, hf.AutoTokenizer.from_pretrained(saved))
+    wanted = measured(loaded, saved)
+    model.config.output_router_logits = True
+    one = measured(loaded, saved)
+    assert one.loss == wanted.loss and model.config.output_router_logits
+    assert one.values["value"].to_numpy() == pytest.approx(wanted.values["value"].to_numpy(), nan_ok=True)
+    if dtype == torch.float32:
+        experiment(one, loaded, batches(loaded, saved / "text.txt", 16, 1), progress=False)
+        assert not set(one.left_out) & {"skip_sensitivity", "logit_lens"}
+    with pytest.raises(NormlabError, match="does not run"):
+        measure(loaded, [{"input_ids": torch.full((2, 16), 10_000)}])
+    assert model.config.output_router_logits
+
+
+def test_a_mergekit_file_names_the_models_files_or_asks_for_them(saved):
+    reader = hf.AutoTokenizer.from_pretrained(saved)
+    one = Measured("", None, None, None, 0, {"spans": pandas.DataFrame([dict(length=1, keep=[[0, 1], [2, 3]])])})
+    for model in (str(saved), hf.AutoModelForCausalLM.from_pretrained(saved)):
+        (text,) = one.configurations(load(model, reader)).values()
+        assert text.startswith("slices:") and text.count(f"- model: {json.dumps(str(saved))}\n") == 2
+    (text,) = one.configurations(load(tiny_llama(), reader)).values()
+    assert text.startswith("# The model was given without its files: fill in their path")
+    assert text.count('- model: "PATH OF THE SAVED LlamaForCausalLM"') == 2
+
+
 def test_massive_activations_and_sinks_are_named_by_their_tokens(saved, tmp_path):
     model, reader = hf.AutoModelForCausalLM.from_pretrained(saved), hf.AutoTokenizer.from_pretrained(saved)
     model.model.embed_tokens.weight.data[reader.mask_token_id, 5] = 5000.0
@@ -211,12 +247,85 @@ def test_directories_are_called_by_as_much_of_their_names_as_tells_them_apart(tm
 def test_encoder_and_decoder_are_both_in_the_table_and_on_the_page(tmp_path):
     shape = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
     folder = save(hf.T5ForConditionalGeneration(hf.T5Config(**shape)), tmp_path / "t5")
-    probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **SHAPE)
+    summary = probe_report(str(folder), folder / "text.txt", out=tmp_path / "out", **SHAPE)
     table = pandas.read_parquet(tmp_path / "out" / "table.parquet")
     assert set(table["stack"]) == {"encoder.block", "decoder.block"}
     crossed = table[table["site"].eq("cross") & table["metric"].eq("relative_contribution")]
     assert set(crossed["stack"]) == {"decoder.block"} and set(table["metric"]) > {"grad_l2_mean"}
     assert "<h2>decoder.block</h2>" in (tmp_path / "out" / "report.html").read_text()
+    for stack in ("encoder.block", "decoder.block"):
+        assert f"\n{stack}: 2 blocks\n" in f"\n{summary}" and f"\n{stack}: cheapest 1 to drop: " in summary
+
+
+def test_an_encoder_decoder_without_a_head_is_measured_without_a_loss_on_what_the_whole_model_reads(saved):
+    shape = dict(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48, decoder_ffn_dim=48)
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0, decoder_start_token_id=2)
+    whole, reader = hf.BartForConditionalGeneration(hf.BartConfig(**shape, **heads)), load(str(saved)).reader
+    body = load(whole.model, reader)
+    one = measured(body, saved)
+    assert one.loss is None and body.no_loss == "the model has no language-model head"
+    shared = ["site", "layer", "metric", "mask"]
+    both = measured(load(whole, reader), saved).values.merge(one.values, on=shared).query("metric == 'rms'")
+    assert len(both) > 4 and list(both["value_x"]) == pytest.approx(list(both["value_y"]))
+    m2m = hf.M2M100ForConditionalGeneration(hf.M2M100Config(**shape, **heads))  # it has no method that shifts
+    assert measured(load(m2m, reader), saved).loss > 0
+    whole.config.decoder_start_token_id = None
+    with pytest.raises(NormlabError, match="set config.decoder_start_token_id"):
+        batches(body, saved / "text.txt", 16, 4)
+
+
+def test_in_inference_mode_the_same_is_measured_and_weights_made_there_are_refused(saved):
+    wanted = measured(load(str(saved)), saved)
+    with torch.inference_mode():
+        assert measured(load(str(saved)), saved).values.equals(wanted.values)
+        built = load(tiny_llama(), hf.AutoTokenizer.from_pretrained(saved))
+        with pytest.raises(NormlabError, match="built in torch.inference_mode"):
+            measured(built, saved)
+
+
+def of_blocks(**values):
+    """A table of values by block; None where there is none. The stack is as deep as the longest."""
+    sites = {"rms": "block_out", "relative_contribution": "block", "block_influence": "block"}
+    rows = [(sites[metric], layer, metric, "all", x) for metric in values for layer, x in enumerate(values[metric], 1)]
+    table = pandas.DataFrame(rows, columns=["site", "layer", "metric", "mask", "value"])
+    return table[table["value"].notna()].replace({"value": {-1.0: math.nan}})
+
+
+def test_no_block_is_called_the_largest_where_one_is_not_finite_or_missing():
+    stream = of_blocks(rms=[1.0, 2.0, math.inf, -1.0], relative_contribution=[3.0, 1.0, math.inf, -1.0])
+    assert growth(stream) == "The residual stream is not finite from block 3 on."
+    assert step(stream) == "The largest step cannot be told: steps are not finite from block 3 on."
+    assert step(of_blocks(relative_contribution=[-1.0, 3.0, 2.0])).endswith("steps are not finite at block 1.")
+    missing = of_blocks(rms=[1.0, 2.0, None], relative_contribution=[3.0, None, 2.0], block_influence=[0.1, 0.3, 0.2])
+    assert growth(missing) == ""
+    assert step(missing) == "Block 2 turns the stream most: by 1 - cosine = 0.3 (0.2 in the median block)."
+    whole = of_blocks(rms=[1.0, 2.0, 4.0], relative_contribution=[3.0, 1.0, 2.0])
+    assert growth(whole).startswith("The residual stream grows 4-fold") and step(whole).startswith("Block 1 takes")
+
+
+def test_numbers_have_three_digits_and_thousands_are_in_full():
+    shown = {999.4: "999", 999.7: "1,000", -1234.5: "-1,234", 999_999.4: "999,999", 999_999.6: "1e+06", 1e6: "1e+06"}
+    assert {value: number(value) for value in shown} == shown and number(math.inf) == "inf"
+
+
+def test_sentences_of_a_series_begin_with_their_stack_where_there_are_several():
+    one = of_blocks(rms=[1.0, 4.0], relative_contribution=[3.0, 1.0]).assign(stack="", model="one")
+    two = [one.assign(stack=stack, model="two") for stack in ("encoder", "decoder")]
+    losses, missing = {"one": "a", "two": "b"}, {"one": [], "two": []}
+    opening, _ = series_page(pandas.concat([one, *two]), "model", losses, missing, "", {})
+    alone, both = re.findall("<li>(.*?)</li>", opening)
+    assert alone.startswith("<b>one</b>: a. The residual stream grows 4-fold: ") and "coder" not in alone
+    for stack in ("encoder", "decoder"):
+        assert f". {stack}: The residual stream grows" in both and f". {stack}: Block 1 takes the largest" in both
+
+
+def test_what_is_left_out_of_some_stacks_is_named_by_them():
+    def stack(name, absent):
+        return SimpleNamespace(name=name, left_out={}, stats=SimpleNamespace(manifest={"absent": absent}, absent=["x"]))
+
+    encoder, decoder = stack("encoder", {}), stack("decoder", {"attn 3": "why"})
+    assert left_out_of_all([encoder, decoder]) == [("x", "do not apply"), ("decoder attn of layer 3", "why")]
+    assert left_out_of_all([decoder]) == [("attn of layer 3", "why"), ("x", "do not apply")]
 
 
 def test_what_one_sequence_says_of_a_span_has_no_interval():
@@ -254,6 +363,41 @@ def test_a_masked_model_predicts_hidden_tokens(tmp_path):
     (batch,) = batches(load(str(folder)), folder / "text.txt", 16, 4)
     hidden = batch["labels"] != -100
     assert bool(hidden.any(1).all()) and set(batch["input_ids"][hidden].tolist()) == {3}
+
+
+class OtherName(hf.BertForMaskedLM):
+    """A class whose name is in none of transformers' mappings."""
+
+
+def test_the_task_is_found_where_a_models_name_does_not_tell_it(saved):
+    peft = pytest.importorskip("peft")
+    reader = hf.AutoTokenizer.from_pretrained(saved)
+    bert = hf.BertForMaskedLM(hf.BertConfig(**ENCODER))
+    with_lora = peft.get_peft_model(copy.deepcopy(bert), peft.LoraConfig(target_modules=["query"]))
+    for other in (OtherName(bert.config), torch.compile(bert, backend="eager"), with_lora):
+        loaded = load(other, reader)
+        assert loaded.task == "masked" and -100 in batches(loaded, saved / "text.txt", 16, 4)[0]["labels"]
+    body = type("Body", (hf.LlamaModel,), {})(tiny_llama().config)
+    assert load(body, reader).task == "encoder"
+    body.lm_head = torch.nn.Linear(32, 64)
+    assert load(body, reader).task == "causal"
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [("BertForMaskedLM", "masked"), ("BertLMHeadModel", "causal"), ("LlamaForCausalLM", "causal")],
+)
+def test_a_directory_without_architectures_is_loaded_by_its_type(tmp_path, kind, task):
+    config = getattr(hf, kind).config_class(**ENCODER)
+    config.is_decoder = kind == "BertLMHeadModel"
+    model = getattr(hf, kind)(config).eval()
+    folder = save(model, tmp_path)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["architectures"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    loaded = load(str(folder), device="cpu")
+    assert loaded.task == task and not loaded.no_loss
+    assert measured(loaded, folder).loss == pytest.approx(measured(load(model, loaded.reader), folder).loss, rel=1e-5)
 
 
 def test_rows_are_as_long_as_the_models_table_of_positions_at_most(saved):
@@ -399,6 +543,9 @@ def test_a_model_of_images_and_text_is_measured_on_text(tmp_path):
     assert "2 blocks" in summary and "nats a label" in summary
     page = (tmp_path / "out" / "report.html").read_text()
     assert "pieces of 24 tokens" in page and "<h1>llava, layer by layer</h1>" in page
+    loaded = load(str(folder))
+    # The task tells over how many labels a loss in half precision is a mean.
+    assert loaded.task == load(loaded.model, loaded.reader).task == "causal"
 
 
 def test_device_and_dtype_that_do_not_exist_are_refused_in_one_line(saved):
