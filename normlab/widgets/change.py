@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.figures.one_model import MEASURED, Answer
-from normlab.norms.gain import gain_centre
+from normlab.norms.gain import gain_centre, gain_names
 from normlab.probes import record, sites
 from normlab.probes.experiments import evaluating
 from normlab.probes.layout import hidden_state, output_tensor, with_output
@@ -26,7 +26,8 @@ SLOPES = {"lam": "λ", "alpha": "α"}  # the parameter in front of x inside a ta
 class LayerChange(BaseModel):
     """The change to one block. The defaults change nothing.
 
-    lam, kappa, gain: factors on the lambda (DyT, Derf: alpha), kappa and gamma of its norms.
+    lam, kappa, gain: factors on the lambda (DyT, Derf: alpha), kappa and gamma of its norms. These stand beside its
+    branches. Norms inside a branch, as those of queries and keys (Gemma 3, OLMo 2), stay as they are.
     exact: the MLP's norm reduces its own mean square, where BHyT carries the attention's.
     block, attention, mlp: dimmers. The block returns h + block (f(h) - h); a branch adds its share of its output. 0
     skips it.
@@ -131,17 +132,35 @@ def _change_block(block: Block, own: LayerChange, undo: ExitStack, written: Writ
 
 
 def change_norm(norm: Any, own: LayerChange, undo: ExitStack) -> None:
-    """Put other values in the place of a norm's gain, slope and kappa until `undo` closes."""
-    for name, factor in (("weight", own.gain), (slope_of(norm), own.lam)):
-        held = norm._buffers if norm._buffers.get(name) is not None else norm._parameters  # fixed ones are buffers
-        value = held.get(name)
-        if value is not None and factor != 1.0:
-            centre = gain_centre(norm) if name == "weight" else 0.0
-            undo.callback(held.__setitem__, name, value)
-            held[name] = (value.detach() + centre) * factor - centre
+    """Put other values in the place of a norm's gains, slope and kappa until `undo` closes.
+
+    Raises:
+        NormlabError: a factor on the gain of a norm in which none is found.
+    """
+    if own.gain != 1.0:
+        gains = gain_names(norm)
+        if not gains:
+            raise NormlabError(f"no gain was found in the norm {type(norm).__name__}: its gamma cannot be changed")
+        centres = [gain_centre(norm, name) for name in gains]
+        for name, centre in zip(gains, centres, strict=True):
+            _multiply(norm, name, own.gain, centre, undo)
+    if own.lam != 1.0 and (slope := slope_of(norm)):
+        _multiply(norm, slope, own.lam, 0.0, undo)
     if isinstance(getattr(norm, "kappa", None), float) and own.kappa != 1.0:
         undo.callback(setattr, norm, "kappa", norm.kappa)
         norm.kappa = norm.kappa * own.kappa
+
+
+def _multiply(norm: nn.Module, path: str, factor: float, centre: float, undo: ExitStack) -> None:
+    """Put a parameter or buffer, plus its centre, times a factor in its place until `undo` closes."""
+    inside, _, name = path.rpartition(".")
+    owner = norm.get_submodule(inside)
+    held = owner._buffers if owner._buffers.get(name) is not None else owner._parameters  # fixed ones are buffers
+    value = held.get(name)
+    if value is None:
+        raise NormlabError(f"{path} of the norm {type(norm).__name__} is computed: it cannot be changed")
+    undo.callback(held.__setitem__, name, value)
+    held[name] = (value.detach() + centre) * factor - centre
 
 
 def _reduce_own(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -26,7 +26,8 @@ from transformers import (
 from widget_helpers import TOKENS, Mounted, model_of
 
 from normlab.errors import NormlabError
-from normlab.probes import skip_sensitivity
+from normlab.norms import TaperNorm
+from normlab.probes import sites, skip_sensitivity
 from normlab.widgets import Intervene
 from normlab.widgets.change import Change, ask, ask_row, changed
 from normlab.widgets.live import model_spec
@@ -131,6 +132,57 @@ def test_skipping_a_block_costs_what_the_probe_says(model):
     for layer in (1, 2, 3):
         cost = ask(model, TOKENS, Change(layers={layer: {"block": 0}})).loss - whole
         assert cost == pytest.approx(probed[layer], abs=1e-5)
+
+
+class RMSNorm(torch.nn.Module):
+    """A norm whose gain has a name of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.gain_is = name
+        self.register_parameter(name, torch.nn.Parameter(torch.ones(32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * getattr(self, self.gain_is)
+
+
+def norms_times(model: torch.nn.Module, factor: float) -> float:
+    """The loss with the outputs of all blocks' norms times a factor."""
+    norms = [norm for block in sites(model).blocks for norm in block.norms]
+    undo = [norm.register_forward_hook(lambda _, args, out: out * factor) for norm in norms]
+    loss = loss_of(model)
+    for handle in undo:
+        handle.remove()
+    return loss
+
+
+@pytest.mark.parametrize("name", ["weight", "scale", "gamma", "g"])
+def test_a_gain_of_any_name_is_multiplied(name):
+    model = model_of("pre_rmsnorm")
+    for block in model.model.layers:
+        block.input_layernorm, block.post_attention_layernorm = RMSNorm(name), RMSNorm(name)
+    by_hand = norms_times(model, 0.25)
+    assert abs(by_hand - loss_of(model)) > 1e-4
+    assert ask(model, TOKENS, Change(gain=0.25)).loss == pytest.approx(by_hand, abs=1e-6)
+
+
+@pytest.mark.parametrize("gate", [1.0, 0.5, 0.0])
+def test_both_gains_of_a_norm_that_becomes_a_gain_are_multiplied(gate):
+    model = model_of("tapernorm")
+    for module in model.modules():
+        if isinstance(module, TaperNorm):
+            module.gate.fill_(gate)
+    by_hand = norms_times(model, 0.25)
+    assert abs(by_hand - loss_of(model)) > 1e-4
+    assert ask(model, TOKENS, Change(gain=0.25)).loss == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_a_norm_without_a_gain_is_named():
+    model = model_of("pre_rmsnorm")
+    model.model.layers[1].input_layernorm = torch.nn.RMSNorm(32, elementwise_affine=False)
+    ask(model, TOKENS, Change(block=0.5))
+    with pytest.raises(NormlabError, match="no gain was found in the norm RMSNorm"):
+        ask(model, TOKENS, Change(gain=0.25))
 
 
 def traces(widget: Intervene) -> dict[str, Any]:
