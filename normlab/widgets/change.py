@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from normlab.probes.experiments import evaluating
 from normlab.probes.layout import hidden_state, output_tensor, with_output
 from normlab.probes.sites import Block
 
+KINDS = {"attention": "attn", "mlp": "mlp"}  # a branch's name in a change, and in blocks and probes
 SLOPES = {"lam": "λ", "alpha": "α"}  # the parameter in front of x inside a tanh or erf norm
 
 
@@ -30,7 +31,7 @@ class LayerChange(BaseModel):
     branches. Norms inside a branch, as those of queries and keys (Gemma 3, OLMo 2), stay as they are.
     exact: the MLP's norm reduces its own mean square, where BHyT carries the attention's.
     block, attention, mlp: dimmers. The block returns h + block (f(h) - h); a branch adds its share of its output. 0
-    skips it.
+    skips it. Where a rule takes only a branch's direction (nGPT, deep delta learning), the share is of the rule's step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -118,12 +119,16 @@ def _change_block(block: Block, own: LayerChange, undo: ExitStack, written: Writ
 
     written: of a block that is not ours, the modules that a dimmer acts on.
     """
+    if own.gain != 1.0 and not block.norms:
+        raise NormlabError(f"block {block.index} has no norm whose gain could change")
     for norm in block.norms:
         change_norm(norm, own, undo)
         if own.exact and getattr(norm, "takes_mean_square", False):
             undo.callback(norm.register_forward_pre_hook(_reduce_own, with_kwargs=True).remove)
     for part, share in (("attention", own.attention), ("mlp", own.mlp)):
-        if share != 1.0:
+        if share != 1.0 and _takes_direction(block, part):
+            _dim_step(block.module, KINDS[part], share, undo)
+        elif share != 1.0:
             for module in _writers(block, part, written):
                 undo.callback(module.register_forward_hook(partial(_dim_branch, share)).remove)
     if own.block != 1.0:
@@ -169,7 +174,7 @@ def _reduce_own(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
 
 def _writers(block: Block, part: str, written: Written) -> list[nn.Module]:
     """The modules whose outputs join the stream: output norms of "attention" or "mlp", or those branches themselves."""
-    norm_at, kind = getattr(block.module, "norm_at", None), {"attention": "attn", "mlp": "mlp"}[part]
+    norm_at, kind = getattr(block.module, "norm_at", None), KINDS[part]
     forms = written.get((kind, block.index), {})
     if norm_at is not None:
         branch = norm_at(f"{kind}_out") or getattr(block, part)
@@ -181,20 +186,48 @@ def _writers(block: Block, part: str, written: Written) -> list[nn.Module]:
     return [*forms]
 
 
+def _takes_direction(block: Block, part: str) -> bool:
+    """True if the block's rule for "attention" or "mlp" ignores the size of the branch's output."""
+    rule_at = getattr(block.module, "rule_at", None)
+    return rule_at is not None and rule_at(KINDS[part]).takes_direction
+
+
+def _dim_step(block: Any, kind: str, share: float, undo: ExitStack) -> None:
+    """Let one sublayer of a block with rules take only a share of its step until `undo` closes."""
+    sublayer = block._sublayer
+
+    def dimmed(part: str, state: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        after: Tensor = sublayer(part, state, branch)
+        return _mixed(share, state, after) if part == kind else after
+
+    undo.callback(_restore, block, block.__dict__.get("_sublayer"))
+    block._sublayer = dimmed
+
+
+def _restore(block: Any, sublayer: Any) -> None:
+    """Undo one `_dim_step`; None: the block had its class's method."""
+    if sublayer is None:
+        del block._sublayer
+    else:
+        block._sublayer = sublayer
+
+
 def _dim_branch(share: float, _: nn.Module, args: tuple, output: Any) -> Any:
     return with_output(output, output_tensor(output) * share)
 
 
 def _dim_block(share: float, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """The block's output with only a share of what the block adds to its input."""
-    before = hidden_state(args, kwargs)
-    after = output_tensor(output)
-    mixed = before
-    if share != 0.0:
-        if before.shape != after.shape:
-            raise NormlabError("a block that opens several streams can be skipped, not dimmed")
-        mixed = before + share * (after - before)
-    return with_output(output, mixed)
+    return with_output(output, _mixed(share, hidden_state(args, kwargs), output_tensor(output)))
+
+
+def _mixed(share: float, before: Tensor, after: Tensor) -> Tensor:
+    """A share of the way from one state to the next."""
+    if share == 0.0:
+        return before
+    if before.shape != after.shape:
+        raise NormlabError("a block that opens several streams can be skipped, not dimmed")
+    return before + share * (after - before)
 
 
 def ask(model: nn.Module, tokens: Tensor, change: Change) -> Answer:

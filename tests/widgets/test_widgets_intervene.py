@@ -116,6 +116,24 @@ def test_a_dimmer_is_linear_in_what_its_branch_adds(scheme):
             assert tolerance > 0 and torch.allclose(half, (none + full) / 2, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("scheme", ["ngpt", "deep_delta"])
+@pytest.mark.parametrize("part", ["attention", "mlp"])
+def test_where_a_rule_takes_only_a_direction_its_step_is_dimmed(scheme, part):
+    model = model_of(scheme, initializer_range=0.2)
+    whole, kind = loss_of(model), {"attention": "attn", "mlp": "mlp"}[part]
+    for share in (0.5, 0.0):
+        for block in model.model.layers:
+            rule = block.rule_at(kind)
+            rule.join = lambda state, *rest, join=rule.join: state + share * (join(state, *rest) - state)  # noqa: B023
+        by_hand = loss_of(model)
+        for block in model.model.layers:
+            del block.rule_at(kind).join
+        assert abs(by_hand - whole) > 1e-4
+        assert ask(model, TOKENS, Change(**{part: share})).loss == pytest.approx(by_hand, abs=1e-6)
+    ask(model, TOKENS, Change(attention=0.5, mlp=0.5))
+    assert loss_of(model) == whole and not any("_sublayer" in vars(block) for block in model.model.layers)
+
+
 def test_a_zero_centred_gain_is_multiplied_as_gamma():
     model = model_of("pre_rmsnorm", zero_centred=True)
     norm = model.model.layers[0].input_layernorm
@@ -183,6 +201,8 @@ def test_a_norm_without_a_gain_is_named():
     ask(model, TOKENS, Change(block=0.5))
     with pytest.raises(NormlabError, match="no gain was found in the norm RMSNorm"):
         ask(model, TOKENS, Change(gain=0.25))
+    with pytest.raises(NormlabError, match="block 1 has no norm whose gain could change"):
+        ask(model_of("ngpt"), TOKENS, Change(gain=0.25))
 
 
 def traces(widget: Intervene) -> dict[str, Any]:
