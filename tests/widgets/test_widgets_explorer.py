@@ -70,7 +70,7 @@ def test_best_is_each_schemes_best_rate_and_names_it():
     runs["value"] = runs["value"].where(~at_bhyts, runs["value"] - 1)
     explorer = NormExplorer(runs)
     explorer.rate = None
-    named = "each scheme's learning rate: 0.001 (Pre-LN, LNS, BHyT without tanh, Pre-LN, gain λ/κ), 0.003 (BHyT)"
+    named = "each scheme's learning rate: 0.001 (Pre-LN; LNS; BHyT without tanh; Pre-LN, gain λ/κ), 0.003 (BHyT)"
     for figure in (explorer.figure, normlab.figures.profile(runs, rate="best")):
         assert named in figure.layout.title.text
         assert drawn(figure, "bhyt") == pytest.approx([2 * value for value in profile("bhyt", 4, 20)])
