@@ -230,11 +230,16 @@ def _mixed(share: float, before: Tensor, after: Tensor) -> Tensor:
     return before + share * (after - before)
 
 
-def ask(model: nn.Module, tokens: Tensor, change: Change) -> Answer:
-    """Run the changed model on `tokens` (batch, length) and measure every layer."""
+def ask(model: nn.Module, tokens: Tensor, change: Change, row: int = 0, token: int | None = None) -> Answer:
+    """Run the changed model on `tokens` (batch, length) and measure every layer.
+
+    Args:
+        row, token: after which token of which row the next one's probabilities are asked for, from 0. None: the last.
+    """
     output, table = _run(model, tokens, change)
-    chances = torch.softmax(output.logits[-1, -1].float(), dim=-1).cpu().numpy()
-    return Answer(float(output.loss), chances, table)
+    token = tokens.shape[1] - 1 if token is None else token
+    chances = torch.softmax(output.logits[row, token].float(), dim=-1).cpu().numpy()
+    return Answer(float(output.loss), chances, table, row, token)
 
 
 def ask_row(model: nn.Module, tokens: list[int], change: Change, position: int) -> dict[str, Any]:

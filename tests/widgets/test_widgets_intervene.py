@@ -231,6 +231,19 @@ def test_the_change_is_a_trait_and_what_is_shown():
     assert widget.change == {} and size("intervened") == size("as it is")
 
 
+def test_the_figures_next_token_is_that_of_the_chosen_row_and_token():
+    model = model_of("lns")
+    widget = Intervene(model, TOKENS)
+    with torch.no_grad():
+        chances = model(input_ids=TOKENS).logits.softmax(-1)
+    for row, token, (at, after) in ((0, None, (0, 11)), (1, 3, (1, 3)), (7, 99, (0, 11))):
+        widget.row, widget.token = row, token
+        figure = widget.figure
+        assert f"next token after token {after} of row {at}" in [note.text for note in figure.layout.annotations]
+        shown = next(trace for trace in figure.data if trace.name == "as it is token")
+        assert list(shown.x) == pytest.approx([float(chances[at, after, int(word[1:])]) for word in shown.y], abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("scheme", "expected"),
     [("pre_rmsnorm", ([], "")), ("dyt", (["slope"], "α")), ("bhyt", (["slope", "kappa", "carried"], "λ"))],
