@@ -46,6 +46,13 @@ def test_it_opens_on_the_deepest_model_after_training_and_follows_its_traits(exp
     assert repr(explorer) == f"NormExplorer({len(SCHEMES)} schemes)"
 
 
+def test_a_depth_that_is_not_there_is_the_one_it_opens_on(explorer):
+    explorer.depth = 2
+    explorer.depth = 5
+    assert explorer.depth == explorer.choices["start"] == 4
+    assert drawn(explorer.figure, "bhyt") == pytest.approx(profile("bhyt", 4, 20))
+
+
 def test_the_rate_is_a_coordinate_and_schemes_without_it_are_named():
     explorer = NormExplorer(two_rates())
     assert explorer.rate == 1e-3 and "depth 4 · learning rate 0.001" in explorer.figure.layout.title.text
