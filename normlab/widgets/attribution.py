@@ -19,7 +19,7 @@ _FUNCTIONS = {"tanh": torch.tanh, "erf": torch.erf}  # a norm's method tanh_inpu
 
 
 class LogitAttribution(PlotWidget):
-    """Direct logit attribution by both methods, and a slider that multiplies the slope inside the final norm's tanh or erf.
+    """Direct logit attribution by both methods, and a slider on the slope inside the final norm's tanh or erf.
 
     A flat tanh is linear, and without a divisor both methods agree. A steep one is saturated. Most features then make
     up the logit and respond to no small change; the slope is that of the few features near zero. Each answer leaves

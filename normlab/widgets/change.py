@@ -160,7 +160,7 @@ def _multiply(norm: nn.Module, path: str, factor: float, centre: float, undo: Ex
     """Put a parameter or buffer, plus its centre, times a factor in its place until `undo` closes."""
     inside, _, name = path.rpartition(".")
     owner = norm.get_submodule(inside)
-    held = owner._buffers if owner._buffers.get(name) is not None else owner._parameters  # fixed ones are buffers
+    held: Any = owner._buffers if owner._buffers.get(name) is not None else owner._parameters  # fixed ones are buffers
     value = held.get(name)
     if value is None:
         raise NormlabError(f"{path} of the norm {type(norm).__name__} is computed: it cannot be changed")
