@@ -111,6 +111,8 @@ def seeds_in_words(counts: pd.Series) -> str:
 def rates_in_words(runs: pd.DataFrame) -> str:
     """The learning rate: one for all, one per depth, or each scheme's own; of many schemes the ends.
 
+    Titles are separated by semicolons where one has a comma.
+
     Args:
         runs: columns `scheme depth lr`.
     """
@@ -118,7 +120,9 @@ def rates_in_words(runs: pd.DataFrame) -> str:
     if any(len(own) > 1 for own in rates):
         words = f"{runs['lr'].min():g} to {runs['lr'].max():g}"
         if runs["scheme"].nunique() <= MANY:
-            named = ((lr, ", ".join(map(title_of, in_order(own)))) for lr, own in runs.groupby("lr")["scheme"])
+            by_rate = {lr: [*map(title_of, in_order(own))] for lr, own in runs.groupby("lr")["scheme"]}
+            between = "; " if any("," in title for own in by_rate.values() for title in own) else ", "
+            named = ((lr, between.join(own)) for lr, own in by_rate.items())
             words = ", ".join(f"{lr:g} ({titles})" for lr, titles in named)
         return f"each scheme's learning rate: {words}"
     if runs["lr"].nunique() == 1:

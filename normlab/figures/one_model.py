@@ -116,11 +116,16 @@ def shares_and_effects(tables: Mapping[str, pd.DataFrame], effects: pd.DataFrame
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's loss (nats per token), next-token probabilities at the last position, and layer statistics."""
+    """A model's loss (nats per token), next-token probabilities after a token of a row, and layer statistics.
+
+    Row and token count from 0. Loss and statistics are of all rows.
+    """
 
     loss: float
     next_token: np.ndarray
     stats: pd.DataFrame
+    row: int
+    token: int
 
     def profile(self, metric: str, site: str) -> pd.Series:
         """The metric by layer."""
@@ -134,12 +139,13 @@ def intervention(
     """Size of the residual stream by layer; share of flat tanh inputs with its Chebyshev bound; next token.
 
     Args:
-        before, now: the model as it is (grey, dashed, hatched), and changed.
+        before, now: the model as it is (grey, dashed, hatched), and changed, asked for the same row and token.
         word: a token's text.
         no_share: said where the model has no share to show.
     """
     share = next((name for name in _SHARES if len(before.profile(name, "attn_norm_in"))), None)
-    titles = ["size of the residual stream", _SHARES[share or "saturation"], "next token"]
+    titles = ["size of the residual stream", _SHARES[share or "saturation"]]
+    titles.append(f"next token after token {before.token} of row {before.row}")
     widths = [0.38, 0.34, 0.28]
     figure = make_subplots(rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.1, column_widths=widths)
     figure.update_annotations(font=dict(size=13))

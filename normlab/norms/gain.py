@@ -36,17 +36,49 @@ def is_plain_gain(norm: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def gain_centre(norm: nn.Module) -> float:
-    """1 for a zero-centred gain, which is 1 + weight: there a weight of -1 gives 0. Else 0."""
+def gain_names(norm: nn.Module) -> tuple[str, ...]:
+    """The names of all gains of a norm, empty where none is found.
+
+    Of another library's norm: its `weight`, or the one vector that its output is proportional to but for a constant.
+    """
+    if isinstance(norm, Norm):
+        return tuple(name for name in norm.gains if getattr(norm, name, None) is not None)
+    if getattr(norm, "weight", None) is not None:
+        return ("weight",)
+    vectors = [name for name, parameter in norm.named_parameters() if parameter.ndim == 1 and parameter.numel() > 1]
+    found = tuple(name for name in vectors if _multiplies(norm, name))
+    return found if len(found) == 1 else ()
+
+
+def _multiplies(norm: nn.Module, name: str) -> bool:
+    """True if equal steps of a parameter move the output by equal amounts, other ones for each vector.
+
+    A bias moves all vectors alike. A slope inside a tanh does not move them by equal amounts.
+    """
+    first, second, third = map(_output_of(norm, name), (0.0, 1.0, 2.0))
+    return torch.allclose(third - second, second - first, rtol=1e-4, atol=1e-5) and _differs(second - first)
+
+
+def _differs(vectors: Tensor) -> bool:
+    return not torch.allclose(vectors, vectors[:, :1].expand_as(vectors), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def gain_centre(norm: nn.Module, name: str = "") -> float:
+    """1 for a zero-centred gain, which is 1 + weight: there a weight of -1 leaves only a constant. Else 0.
+
+    Args:
+        name: the gain's. Default: `gain_name`.
+    """
     if isinstance(norm, Norm):
         return norm.centre
-    return 0.0 if _output_of(norm)(-1.0).any() else 1.0
+    return 0.0 if _differs(_output_of(norm, name)(-1.0)) else 1.0
 
 
-def _output_of(norm: nn.Module) -> Callable[[float], Tensor]:
-    """The output for random vectors, without the bias, by the number that stands everywhere in the gain."""
+def _output_of(norm: nn.Module, name: str = "") -> Callable[[float], Tensor]:
+    """The output for random vectors, without the bias, by the number that stands everywhere in the gain `name`."""
     hooks: dict[int, Any] = {id(getattr(module, kind)): OrderedDict() for module in norm.modules() for kind in HOOKS}
-    name, norm = gain_name(norm), copy.deepcopy(norm, hooks).float()  # nobody's hooks see this copy
+    name, norm = name or gain_name(norm), copy.deepcopy(norm, hooks).float()  # nobody's hooks see this copy
     tensors = dict(chain(norm.named_parameters(), norm.named_buffers()))
     gain = tensors[name]
     zeros = {"bias": torch.zeros_like(tensors["bias"])} if "bias" in tensors else {}

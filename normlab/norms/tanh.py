@@ -164,6 +164,10 @@ class Derf(Norm):
     def starting_map(self) -> StartingMap:
         return StartingMap(slope=self.starts["alpha"], function=torch.erf)
 
+    def erf_input(self, x: Tensor) -> Tensor:
+        """``z = alpha * x + s`` in float32, shape of x."""
+        return self.alpha.float() * x.float() + self.shift.float()
+
     def operands(self) -> tuple[Tensor, ...]:
         return self.gamma(), self.bias, self.alpha, self.shift
 

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from nbformat import NotebookNode
 
 from normlab.analysis import claims
-from normlab.analysis.selection import choose, deepest, seeds_in_words, title_of
+from normlab.analysis.selection import DIVERGED, Selection, choose, deepest, seeds_in_words, title_of
 from normlab.errors import NormlabError
 from normlab.figures import themed
 from normlab.files import whole_file
@@ -40,8 +40,12 @@ def findings(path: str | Path) -> dict[str, str]:
     """
     runs = comparable(path)
     chosen, counts = choose(runs, depth=None), claims.learned(runs)
-    depth = deepest(counts)
+    depth, same = deepest(counts), choose(runs, depth=None, same_rate=True)
     here, grown = counts[counts["depth"] == depth], claims.growth(runs).query("depth == @depth")
+    known = chosen.runs.groupby(["scheme", "depth"])["trigram_loss"].count()
+    known = known.loc[pd.MultiIndex.from_frame(counts[["scheme", "depth"]])].set_axis(counts.index)
+    lost = same.runs.loc[same.runs["status"].eq(DIVERGED) & same.runs["depth"].eq(depth), "scheme"]
+    factors = grown["estimate"].mask(grown["estimate"].isna() & grown["a"].isin(lost), np.inf)
     seeds = seeds_in_words(here["seeds"])
     if here["seeds"].max() > 1:
         trust = f"{seeds} per scheme: the notebooks give each difference its interval and its verdict."
@@ -56,14 +60,27 @@ def findings(path: str | Path) -> dict[str, str]:
         at, best = f" at learning rates {', '.join(rates)}", ", at each scheme's best rate"
     return {
         "Trained": f"{runs['run'].nunique()} runs of {len(chosen.schemes)} schemes{at}, {_where(path, runs)}. "
-        f"{chosen.describe().replace(' · ', ', ').capitalize()}.",
-        "Learned": _learned(counts, best),
+        f"{_capital(chosen.describe().replace(' · ', ', '))}.",
+        "Learned": _learned(counts, best, known),
         "Loss": f"Held-out loss at {depth} layers, in nats per token{best}: "
         f"{_in_order(here['scheme'], here['eval_loss'])}.",
         "Growth": f"L2 norm of a token after the last of {depth} layers over that after the first: "
-        f"{_in_order(grown['a'], grown['estimate'])}. A stream may grow by a large factor and stay small.",
+        f"{_in_order(grown['a'], factors)}. {_growth_rate(same, depth)} "
+        "A stream may grow by a large factor and stay small.",
         "Trust": f"{trust} These are small models, trained briefly.",
     }
+
+
+def _capital(text: str) -> str:
+    """The text with its first letter in upper case; names keep theirs."""
+    return text[:1].upper() + text[1:]
+
+
+def _growth_rate(same: Selection, depth: int) -> str:
+    """The learning rate at which growth is compared, or each scheme's where they share none."""
+    own = same.runs.loc[same.runs["depth"] == depth, "lr"].nunique() > 1
+    remark = ", so the factors differ not by normalization alone" if own else ""
+    return f"{_capital(same.rate(depth))}{remark}."
 
 
 def _where(path: str | Path, runs: pd.DataFrame) -> str:
@@ -80,22 +97,39 @@ def _device(environment: Mapping[str, str]) -> str:
     return f"a CPU with {environment['cpu_capability']}" if device == "cpu" else device
 
 
-def _learned(counts: pd.DataFrame, best: str) -> str:
-    """The number of runs that have learned, and the schemes with runs that have not."""
+def _learned(counts: pd.DataFrame, best: str, known: pd.Series | None = None) -> str:
+    """The number of runs that have learned, the schemes with runs that have not, and those of which it is unknown.
+
+    Args:
+        counts: of `claims.learned`.
+        best: at which rate.
+        known: runs of each row that store the loss of a trigram model. None: all or none.
+    """
+    trigram = "the loss of a trigram model"
     if counts["trigram_loss"].isna().all():
-        return "These runs do not know the loss of a trigram model, so nothing says which of them have learned."
-    total, below = counts["seeds"].sum(), counts["below_trigram"].sum()
-    text = f"{below} of {total} runs{best} have learned: their loss is below those of a unigram, a bigram and a "
-    text += f"trigram model of the same text (the trigram's is {counts['trigram_loss'].mean():.2f} nats per token)."
-    others = counts[counts["below_trigram"] < counts["seeds"]]
-    names = "; ".join(f"{title_of(row.scheme)} at {row.depth} layers" for row in others.itertuples())
-    return f"{text} Others: {names}. Conclude nothing from their losses." if names else text
+        return f"These runs do not know {trigram}, so nothing says which of them have learned."
+    if known is None:
+        known = counts["seeds"].where(counts["trigram_loss"].notna(), 0)
+    total, below = known.sum(), counts["below_trigram"].sum()
+    text = f"{below} of {total} runs{best and f'{best},'} have learned: their loss is below those of a unigram, "
+    text += f"a bigram and a trigram model of the same text (the trigram's is {counts['trigram_loss'].mean():.2f} "
+    text += "nats per token)."
+    if others := _named(counts[counts["below_trigram"] < known]):
+        text += f" Others: {others}. Conclude nothing from their losses."
+    if unknown := _named(counts[known < counts["seeds"]]):
+        text += f" Runs that do not know {trigram}, and are not counted: {unknown}."
+    return text
+
+
+def _named(rows: pd.DataFrame) -> str:
+    return "; ".join(f"{title_of(row.scheme)} at {row.depth} layers" for row in rows.itertuples())
 
 
 def _in_order(schemes: pd.Series, values: pd.Series) -> str:
-    """Titles and values, smallest first, infinite losses in words: "LNS 2.25; Pre-LN 2.28"."""
-    pairs = sorted(zip(values.fillna(np.inf), map(title_of, schemes), strict=True))
-    return "; ".join(f"{title} {value:.2f}" if np.isfinite(value) else f"{title} diverged" for value, title in pairs)
+    """Titles and values, smallest first, infinite and missing ones in words: "LNS 2.25; Pre-LN diverged"."""
+    rows = sorted(zip(values.isna(), values.fillna(0.0), map(title_of, schemes), strict=True))
+    words = {(False, np.inf): "diverged", (True, 0.0): "unknown"}
+    return "; ".join(f"{title} {words.get((missing, value), f'{value:.2f}')}" for missing, value, title in rows)
 
 
 def picture_of(notebook: NotebookNode) -> go.Figure | None:

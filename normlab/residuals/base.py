@@ -52,10 +52,12 @@ class Residual(ConstantStart):
     Attributes:
         probe_role: tells probes that the module is neither a norm nor a branch.
         keeps_read: whether ``join`` uses what the branch read.
+        takes_direction: whether ``join`` takes only the direction of the branch's output, not its size.
     """
 
     probe_role = "residual"
     keeps_read = False
+    takes_direction = False
     numbers = 3.0
     operations = 1.0
 

@@ -154,6 +154,7 @@ class Spherical(Residual):
     """
 
     operations = 9.0
+    takes_direction = True
     rate: nn.Parameter
 
     def __init__(self, width: int, start: float = 0.05) -> None:
@@ -250,6 +251,7 @@ class Delta(Residual):
     numbers = 4.0
     operations = 10.0
     keeps_read = True
+    takes_direction = True
     smallest = 1e-5  # of ||f||
     step: nn.Parameter
     value: nn.Parameter

@@ -15,9 +15,11 @@ from normlab.figures.one_model import METHODS, logit_attribution
 from normlab.widgets.change import Change, change_norm, slope_of
 from normlab.widgets.plot import PlotWidget
 
+_FUNCTIONS = {"tanh": torch.tanh, "erf": torch.erf}  # a norm's method tanh_input or erf_input gives what enters
+
 
 class LogitAttribution(PlotWidget):
-    """Direct logit attribution by both methods, and a slider that multiplies the slope inside the final norm's tanh.
+    """Direct logit attribution by both methods, and a slider on the slope inside the final norm's tanh or erf.
 
     A flat tanh is linear, and without a divisor both methods agree. A steep one is saturated. Most features then make
     up the logit and respond to no small change; the slope is that of the few features near zero. Each answer leaves
@@ -67,10 +69,15 @@ class LogitAttribution(PlotWidget):
             self.redraw()
 
     def _sentence(self) -> str:
-        if self.steepness.disabled:
+        """How saturated the final norm is; empty where it does not tell what enters its tanh or erf."""
+        if self.steepness.disabled or not getattr(self._norm, "bounded", True):
             return "the final norm has no tanh"
+        name = next((name for name in _FUNCTIONS if hasattr(self._norm, f"{name}_input")), None)
+        if name is None:
+            return ""
         with torch.no_grad():
             stream = self.bridge.ln_final.hook_in
             _, cache = self.bridge.run_with_cache(self.tokens, names_filter=stream.name)
-            z = self._norm.tanh_input(cache[stream.name][:, -1])
-        return f"{float((z.tanh().abs() > 0.95).float().mean()):.1%} of the final norm's features are saturated"
+            z = getattr(self._norm, f"{name}_input")(cache[stream.name][:, -1])
+        share = float((_FUNCTIONS[name](z).abs() > 0.95).float().mean())
+        return f"{share:.1%} of the final norm's features are saturated: |{name} z| > 0.95"

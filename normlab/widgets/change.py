@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,22 +14,24 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.figures.one_model import MEASURED, Answer
-from normlab.norms.gain import gain_centre
+from normlab.norms.gain import gain_centre, gain_names
 from normlab.probes import record, sites
 from normlab.probes.experiments import evaluating
 from normlab.probes.layout import hidden_state, output_tensor, with_output
 from normlab.probes.sites import Block
 
+KINDS = {"attention": "attn", "mlp": "mlp"}  # a branch's name in a change, and in blocks and probes
 SLOPES = {"lam": "λ", "alpha": "α"}  # the parameter in front of x inside a tanh or erf norm
 
 
 class LayerChange(BaseModel):
     """The change to one block. The defaults change nothing.
 
-    lam, kappa, gain: factors on the lambda (DyT, Derf: alpha), kappa and gamma of its norms.
+    lam, kappa, gain: factors on the lambda (DyT, Derf: alpha), kappa and gamma of its norms. These stand beside its
+    branches. Norms inside a branch, as those of queries and keys (Gemma 3, OLMo 2), stay as they are.
     exact: the MLP's norm reduces its own mean square, where BHyT carries the attention's.
     block, attention, mlp: dimmers. The block returns h + block (f(h) - h); a branch adds its share of its output. 0
-    skips it.
+    skips it. Where a rule takes only a branch's direction (nGPT, deep delta learning), the share is of the rule's step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -117,12 +119,16 @@ def _change_block(block: Block, own: LayerChange, undo: ExitStack, written: Writ
 
     written: of a block that is not ours, the modules that a dimmer acts on.
     """
+    if own.gain != 1.0 and not block.norms:
+        raise NormlabError(f"block {block.index} has no norm whose gain could change")
     for norm in block.norms:
         change_norm(norm, own, undo)
         if own.exact and getattr(norm, "takes_mean_square", False):
             undo.callback(norm.register_forward_pre_hook(_reduce_own, with_kwargs=True).remove)
     for part, share in (("attention", own.attention), ("mlp", own.mlp)):
-        if share != 1.0:
+        if share != 1.0 and _takes_direction(block, part):
+            _dim_step(block.module, KINDS[part], share, undo)
+        elif share != 1.0:
             for module in _writers(block, part, written):
                 undo.callback(module.register_forward_hook(partial(_dim_branch, share)).remove)
     if own.block != 1.0:
@@ -131,17 +137,35 @@ def _change_block(block: Block, own: LayerChange, undo: ExitStack, written: Writ
 
 
 def change_norm(norm: Any, own: LayerChange, undo: ExitStack) -> None:
-    """Put other values in the place of a norm's gain, slope and kappa until `undo` closes."""
-    for name, factor in (("weight", own.gain), (slope_of(norm), own.lam)):
-        held = norm._buffers if norm._buffers.get(name) is not None else norm._parameters  # fixed ones are buffers
-        value = held.get(name)
-        if value is not None and factor != 1.0:
-            centre = gain_centre(norm) if name == "weight" else 0.0
-            undo.callback(held.__setitem__, name, value)
-            held[name] = (value.detach() + centre) * factor - centre
+    """Put other values in the place of a norm's gains, slope and kappa until `undo` closes.
+
+    Raises:
+        NormlabError: a factor on the gain of a norm in which none is found.
+    """
+    if own.gain != 1.0:
+        gains = gain_names(norm)
+        if not gains:
+            raise NormlabError(f"no gain was found in the norm {type(norm).__name__}: its gamma cannot be changed")
+        centres = [gain_centre(norm, name) for name in gains]
+        for name, centre in zip(gains, centres, strict=True):
+            _multiply(norm, name, own.gain, centre, undo)
+    if own.lam != 1.0 and (slope := slope_of(norm)):
+        _multiply(norm, slope, own.lam, 0.0, undo)
     if isinstance(getattr(norm, "kappa", None), float) and own.kappa != 1.0:
         undo.callback(setattr, norm, "kappa", norm.kappa)
         norm.kappa = norm.kappa * own.kappa
+
+
+def _multiply(norm: nn.Module, path: str, factor: float, centre: float, undo: ExitStack) -> None:
+    """Put a parameter or buffer, plus its centre, times a factor in its place until `undo` closes."""
+    inside, _, name = path.rpartition(".")
+    owner = norm.get_submodule(inside)
+    held: Any = owner._buffers if owner._buffers.get(name) is not None else owner._parameters  # fixed ones are buffers
+    value = held.get(name)
+    if value is None:
+        raise NormlabError(f"{path} of the norm {type(norm).__name__} is computed: it cannot be changed")
+    undo.callback(held.__setitem__, name, value)
+    held[name] = (value.detach() + centre) * factor - centre
 
 
 def _reduce_own(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -150,7 +174,7 @@ def _reduce_own(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
 
 def _writers(block: Block, part: str, written: Written) -> list[nn.Module]:
     """The modules whose outputs join the stream: output norms of "attention" or "mlp", or those branches themselves."""
-    norm_at, kind = getattr(block.module, "norm_at", None), {"attention": "attn", "mlp": "mlp"}[part]
+    norm_at, kind = getattr(block.module, "norm_at", None), KINDS[part]
     forms = written.get((kind, block.index), {})
     if norm_at is not None:
         branch = norm_at(f"{kind}_out") or getattr(block, part)
@@ -162,27 +186,60 @@ def _writers(block: Block, part: str, written: Written) -> list[nn.Module]:
     return [*forms]
 
 
+def _takes_direction(block: Block, part: str) -> bool:
+    """True if the block's rule for "attention" or "mlp" ignores the size of the branch's output."""
+    rule_at = getattr(block.module, "rule_at", None)
+    return rule_at is not None and rule_at(KINDS[part]).takes_direction
+
+
+def _dim_step(block: Any, kind: str, share: float, undo: ExitStack) -> None:
+    """Let one sublayer of a block with rules take only a share of its step until `undo` closes."""
+    sublayer = block._sublayer
+
+    def dimmed(part: str, state: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        after: Tensor = sublayer(part, state, branch)
+        return _mixed(share, state, after) if part == kind else after
+
+    undo.callback(_restore, block, block.__dict__.get("_sublayer"))
+    block._sublayer = dimmed
+
+
+def _restore(block: Any, sublayer: Any) -> None:
+    """Undo one `_dim_step`; None: the block had its class's method."""
+    if sublayer is None:
+        del block._sublayer
+    else:
+        block._sublayer = sublayer
+
+
 def _dim_branch(share: float, _: nn.Module, args: tuple, output: Any) -> Any:
     return with_output(output, output_tensor(output) * share)
 
 
 def _dim_block(share: float, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """The block's output with only a share of what the block adds to its input."""
-    before = hidden_state(args, kwargs)
-    after = output_tensor(output)
-    mixed = before
-    if share != 0.0:
-        if before.shape != after.shape:
-            raise NormlabError("a block that opens several streams can be skipped, not dimmed")
-        mixed = before + share * (after - before)
-    return with_output(output, mixed)
+    return with_output(output, _mixed(share, hidden_state(args, kwargs), output_tensor(output)))
 
 
-def ask(model: nn.Module, tokens: Tensor, change: Change) -> Answer:
-    """Run the changed model on `tokens` (batch, length) and measure every layer."""
+def _mixed(share: float, before: Tensor, after: Tensor) -> Tensor:
+    """A share of the way from one state to the next."""
+    if share == 0.0:
+        return before
+    if before.shape != after.shape:
+        raise NormlabError("a block that opens several streams can be skipped, not dimmed")
+    return before + share * (after - before)
+
+
+def ask(model: nn.Module, tokens: Tensor, change: Change, row: int = 0, token: int | None = None) -> Answer:
+    """Run the changed model on `tokens` (batch, length) and measure every layer.
+
+    Args:
+        row, token: after which token of which row the next one's probabilities are asked for, from 0. None: the last.
+    """
     output, table = _run(model, tokens, change)
-    chances = torch.softmax(output.logits[-1, -1].float(), dim=-1).cpu().numpy()
-    return Answer(float(output.loss), chances, table)
+    token = tokens.shape[1] - 1 if token is None else token
+    chances = torch.softmax(output.logits[row, token].float(), dim=-1).cpu().numpy()
+    return Answer(float(output.loss), chances, table, row, token)
 
 
 def ask_row(model: nn.Module, tokens: list[int], change: Change, position: int) -> dict[str, Any]:

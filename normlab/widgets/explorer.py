@@ -122,6 +122,7 @@ class NormExplorer(PageWidget):
         with self.hold_trait_notifications():
             self.site = _among(self.site, profiles.sites(self.metric))
             self.mask = _among(self.mask, profiles.masks(self.metric, self.site))
+            self.depth = self.depth if self.depth in profiles.depths else self.choices["start"]
             self.rate = self.rate if self.rate in profiles.rates(self.depth) else None
             steps = profiles.steps(self.metric, self.site, self.mask, self.depth, self.rate)
             self.step = _among(self.step, steps[::-1] or [self.step])

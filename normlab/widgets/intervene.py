@@ -76,13 +76,19 @@ class Intervene(PageWidget):
 
     @property
     def before(self) -> Answer:
-        """The model as it is, over all rows."""
-        return ask(self.model, self.tokens, Change())
+        """The model as it is, over all rows; its next token is that after the chosen one."""
+        return ask(self.model, self.tokens, Change(), *self._place())
 
     @property
     def now(self) -> Answer:
-        """The changed model, over all rows."""
-        return ask(self.model, self.tokens, Change(**self.change))
+        """The changed model, over all rows; its next token is that after the chosen one."""
+        return ask(self.model, self.tokens, Change(**self.change), *self._place())
+
+    def _place(self) -> tuple[int, int]:
+        """Row and position of the chosen token. As on the page, what is not there is row 0, and the last token."""
+        last = self.tokens.shape[1] - 1
+        row = self.row if 0 <= self.row < len(self.tokens) else 0
+        return row, last if self.token is None else min(self.token, last)
 
     @property
     def figure(self) -> go.Figure:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import pytest
 from browser_helpers import page_of
 from figures_helpers import activation, final_loss, table
@@ -112,6 +113,39 @@ def test_of_runs_at_several_rates_each_scheme_counts_at_its_best(tmp_path):
     said = findings(tmp_path)
     assert said["Trained"].startswith("4 runs of 2 schemes at learning rates 0.001, 0.004, in ")
     assert "at each scheme's best rate" in said["Loss"]
+    assert "runs, at each scheme's best rate, have learned" in said["Learned"]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_growth_names_its_rates_and_titles_keep_their_letters(tmp_path, shared):
+    rates = {"pre_rmsnorm": [4e-3], "bhyt": [4e-3, 8e-3] if shared else [8e-3], "rmsnorm_gain": [4e-3]}
+    for scheme, own in rates.items():
+        for lr in own:
+            seeds = [0, 1] if lr == 8e-3 else [0]  # the rate with most seeds is a scheme's own
+            known(write_runs(tmp_path / f"{scheme} {lr}", schemes=[scheme], depths=(2,), seeds=seeds, lr=lr))
+    said = findings(tmp_path)
+    own = "ach scheme's learning rate: 0.004 (Pre-LN; Pre-LN, gain λ/κ), 0.008 (BHyT)"
+    assert f"e{own}." in said["Trained"] or f", E{own}." in said["Trained"]
+    end = " A stream may grow by a large factor and stay small."
+    rate = "Learning rate 0.004." if shared else f"E{own}, so the factors differ not by normalization alone."
+    assert said["Growth"].endswith(f". {rate}{end}")
+
+
+def test_runs_that_do_not_know_the_trigram_are_named_and_not_counted(tmp_path):
+    for scheme, trigram in (("pre_rmsnorm", 9.0), ("lns", 1.0), ("bhyt", None)):
+        known(write_runs(tmp_path / scheme, schemes=[scheme], depths=(2,), seeds=[0]), trigram)
+    known(write_runs(tmp_path / "another", schemes=["pre_rmsnorm"], depths=(2,), seeds=[1]), None)
+    said = findings(tmp_path)["Learned"]
+    assert said.startswith("1 of 2 runs have learned") and "Others: LNS at 2 layers. Conclude" in said
+    assert said.endswith("and are not counted: Pre-LN at 2 layers; BHyT at 2 layers.")
+
+
+def test_only_what_diverged_is_called_diverged(tmp_path):
+    rows = [pd.Series(["lns", "dyt", "bhyt"]), pd.Series([1.0, float("nan"), float("inf")])]
+    assert landing._in_order(*rows) == "LNS 1.00; BHyT diverged; DyT unknown"
+    schemes = ["pre_rmsnorm", "lns", "bhyt"]
+    runs = known(write_runs(tmp_path, schemes=schemes, depths=(2,), seeds=[0], statuses={("lns", 2): "diverged"}))
+    assert "; LNS diverged." in findings(runs)["Growth"]
 
 
 def test_the_index_leads_to_every_page_and_says_which_runs_a_sentence_is_of(tmp_path, chromium):

@@ -89,6 +89,24 @@ def test_layer_scale_starts_by_depth(depth, start):
     assert rule.scale.unique().item() == pytest.approx(start)
 
 
+@pytest.mark.parametrize("scheme", [name for name, row in SCHEMES.items() if row.residual is not None])
+def test_a_rule_says_whether_it_takes_only_a_branchs_direction(scheme):
+    config = tiny_config(scheme, num_hidden_layers=4)
+    for part in ("attn", "mlp"):
+        rule = get_scheme(scheme).residual(Sublayer(part, 2, config))
+        with torch.no_grad():
+            for parameter in rule.parameters():
+                parameter.fill_(0.5)
+        if "alpha" in rule._buffers:  # ProRes: its branches start switched off
+            rule.alpha.fill_(1.0)
+        x, branch = torch.randn(2, 3, 5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+        state = rule.open(x)
+        if part == "mlp" and scheme == "b2t":  # whose state has the block's input too
+            state = torch.cat([x, x], -1)
+        once, twice = (rule.join(state, factor * branch, lambda total: total, x) for factor in (1.0, 2.0))
+        assert rule.takes_direction == torch.allclose(once, twice, atol=1e-4)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_norms_kernel_gets_what_its_formula_has(scheme):
     """The kernels' own formulas on a CPU, from the operands of a module, equal the module."""

@@ -70,6 +70,26 @@ def test_a_flat_tanh_is_linear_and_a_steep_one_saturated(scheme, slope):
     assert bars(widget) == start
 
 
+def test_a_final_erf_is_measured_by_its_own_argument():
+    bridge = bridge_of("derf")
+    norm = bridge.ln_final.original_component
+    with torch.no_grad():
+        norm.shift.fill_(0.5)
+        _, cache = bridge.run_with_cache(TOKENS)
+        z = torch.erf(8 * norm.alpha * cache["ln_final.hook_in"][:, -1] + norm.shift)
+    widget = LogitAttribution(bridge, TOKENS, ANSWERS)
+    widget.steepness.value = 8.0
+    share = float((z.abs() > 0.95).float().mean())
+    assert widget.message.value.startswith(f"{share:.1%} of") and "|erf z| > 0.95" in widget.message.value
+
+
+@pytest.mark.parametrize(("scheme", "said"), [("bhyt_linear", "no tanh"), ("seednorm", "")])
+def test_a_final_norm_that_bounds_nothing_is_not_called_saturated(scheme, said):
+    bridge = bridge_of(scheme, **({"lam_last": 10.0} if scheme == "bhyt_linear" else {}))
+    widget = LogitAttribution(bridge, TOKENS, ANSWERS)
+    assert "saturated" not in widget.message.value and said in widget.message.value
+
+
 def test_it_asks_once_for_what_it_shows(monkeypatch):
     asked = []
     ask = LogitAttribution.ask

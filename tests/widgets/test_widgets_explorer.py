@@ -46,6 +46,13 @@ def test_it_opens_on_the_deepest_model_after_training_and_follows_its_traits(exp
     assert repr(explorer) == f"NormExplorer({len(SCHEMES)} schemes)"
 
 
+def test_a_depth_that_is_not_there_is_the_one_it_opens_on(explorer):
+    explorer.depth = 2
+    explorer.depth = 5
+    assert explorer.depth == explorer.choices["start"] == 4
+    assert drawn(explorer.figure, "bhyt") == pytest.approx(profile("bhyt", 4, 20))
+
+
 def test_the_rate_is_a_coordinate_and_schemes_without_it_are_named():
     explorer = NormExplorer(two_rates())
     assert explorer.rate == 1e-3 and "depth 4 · learning rate 0.001" in explorer.figure.layout.title.text
@@ -70,7 +77,7 @@ def test_best_is_each_schemes_best_rate_and_names_it():
     runs["value"] = runs["value"].where(~at_bhyts, runs["value"] - 1)
     explorer = NormExplorer(runs)
     explorer.rate = None
-    named = "each scheme's learning rate: 0.001 (Pre-LN, LNS, BHyT without tanh, Pre-LN, gain λ/κ), 0.003 (BHyT)"
+    named = "each scheme's learning rate: 0.001 (Pre-LN; LNS; BHyT without tanh; Pre-LN, gain λ/κ), 0.003 (BHyT)"
     for figure in (explorer.figure, normlab.figures.profile(runs, rate="best")):
         assert named in figure.layout.title.text
         assert drawn(figure, "bhyt") == pytest.approx([2 * value for value in profile("bhyt", 4, 20)])

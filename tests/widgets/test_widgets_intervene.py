@@ -26,7 +26,8 @@ from transformers import (
 from widget_helpers import TOKENS, Mounted, model_of
 
 from normlab.errors import NormlabError
-from normlab.probes import skip_sensitivity
+from normlab.norms import TaperNorm
+from normlab.probes import sites, skip_sensitivity
 from normlab.widgets import Intervene
 from normlab.widgets.change import Change, ask, ask_row, changed
 from normlab.widgets.live import model_spec
@@ -115,6 +116,24 @@ def test_a_dimmer_is_linear_in_what_its_branch_adds(scheme):
             assert tolerance > 0 and torch.allclose(half, (none + full) / 2, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("scheme", ["ngpt", "deep_delta"])
+@pytest.mark.parametrize("part", ["attention", "mlp"])
+def test_where_a_rule_takes_only_a_direction_its_step_is_dimmed(scheme, part):
+    model = model_of(scheme, initializer_range=0.2)
+    whole, kind = loss_of(model), {"attention": "attn", "mlp": "mlp"}[part]
+    for share in (0.5, 0.0):
+        for block in model.model.layers:
+            rule = block.rule_at(kind)
+            rule.join = lambda state, *rest, join=rule.join: state + share * (join(state, *rest) - state)  # noqa: B023
+        by_hand = loss_of(model)
+        for block in model.model.layers:
+            del block.rule_at(kind).join
+        assert abs(by_hand - whole) > 1e-4
+        assert ask(model, TOKENS, Change(**{part: share})).loss == pytest.approx(by_hand, abs=1e-6)
+    ask(model, TOKENS, Change(attention=0.5, mlp=0.5))
+    assert loss_of(model) == whole and not any("_sublayer" in vars(block) for block in model.model.layers)
+
+
 def test_a_zero_centred_gain_is_multiplied_as_gamma():
     model = model_of("pre_rmsnorm", zero_centred=True)
     norm = model.model.layers[0].input_layernorm
@@ -131,6 +150,59 @@ def test_skipping_a_block_costs_what_the_probe_says(model):
     for layer in (1, 2, 3):
         cost = ask(model, TOKENS, Change(layers={layer: {"block": 0}})).loss - whole
         assert cost == pytest.approx(probed[layer], abs=1e-5)
+
+
+class RMSNorm(torch.nn.Module):
+    """A norm whose gain has a name of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.gain_is = name
+        self.register_parameter(name, torch.nn.Parameter(torch.ones(32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * getattr(self, self.gain_is)
+
+
+def norms_times(model: torch.nn.Module, factor: float) -> float:
+    """The loss with the outputs of all blocks' norms times a factor."""
+    norms = [norm for block in sites(model).blocks for norm in block.norms]
+    undo = [norm.register_forward_hook(lambda _, args, out: out * factor) for norm in norms]
+    loss = loss_of(model)
+    for handle in undo:
+        handle.remove()
+    return loss
+
+
+@pytest.mark.parametrize("name", ["weight", "scale", "gamma", "g"])
+def test_a_gain_of_any_name_is_multiplied(name):
+    model = model_of("pre_rmsnorm")
+    for block in model.model.layers:
+        block.input_layernorm, block.post_attention_layernorm = RMSNorm(name), RMSNorm(name)
+    by_hand = norms_times(model, 0.25)
+    assert abs(by_hand - loss_of(model)) > 1e-4
+    assert ask(model, TOKENS, Change(gain=0.25)).loss == pytest.approx(by_hand, abs=1e-6)
+
+
+@pytest.mark.parametrize("gate", [1.0, 0.5, 0.0])
+def test_both_gains_of_a_norm_that_becomes_a_gain_are_multiplied(gate):
+    model = model_of("tapernorm")
+    for module in model.modules():
+        if isinstance(module, TaperNorm):
+            module.gate.fill_(gate)
+    by_hand = norms_times(model, 0.25)
+    assert abs(by_hand - loss_of(model)) > 1e-4
+    assert ask(model, TOKENS, Change(gain=0.25)).loss == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_a_norm_without_a_gain_is_named():
+    model = model_of("pre_rmsnorm")
+    model.model.layers[1].input_layernorm = torch.nn.RMSNorm(32, elementwise_affine=False)
+    ask(model, TOKENS, Change(block=0.5))
+    with pytest.raises(NormlabError, match="no gain was found in the norm RMSNorm"):
+        ask(model, TOKENS, Change(gain=0.25))
+    with pytest.raises(NormlabError, match="block 1 has no norm whose gain could change"):
+        ask(model_of("ngpt"), TOKENS, Change(gain=0.25))
 
 
 def traces(widget: Intervene) -> dict[str, Any]:
@@ -157,6 +229,19 @@ def test_the_change_is_a_trait_and_what_is_shown():
         widget.change = {"block": 2}
     widget.undo()
     assert widget.change == {} and size("intervened") == size("as it is")
+
+
+def test_the_figures_next_token_is_that_of_the_chosen_row_and_token():
+    model = model_of("lns")
+    widget = Intervene(model, TOKENS)
+    with torch.no_grad():
+        chances = model(input_ids=TOKENS).logits.softmax(-1)
+    for row, token, (at, after) in ((0, None, (0, 11)), (1, 3, (1, 3)), (7, 99, (0, 11))):
+        widget.row, widget.token = row, token
+        figure = widget.figure
+        assert f"next token after token {after} of row {at}" in [note.text for note in figure.layout.annotations]
+        shown = next(trace for trace in figure.data if trace.name == "as it is token")
+        assert list(shown.x) == pytest.approx([float(chances[at, after, int(word[1:])]) for word in shown.y], abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ const FIELDS = {
   block: { label: "block", about: "how much of what the block adds is kept: 1 all of it, 0 none" },
   attention: { label: "attention", about: "how much of what attention adds is kept" },
   mlp: { label: "MLP", about: "how much of what the MLP adds is kept" },
-  gain: { label: "γ", about: "factor on the gain of the block's norms", factor: true },
+  gain: { label: "γ", about: "factor on the gain of the block's norms; norms of queries and keys stay as they are", factor: true },
   lam: { label: "λ", about: "factor on λ, which multiplies a tanh's input", factor: true, needs: "slope" },
   kappa: { label: "κ", about: "factor on κ, which divides a tanh's input", factor: true, needs: "kappa" },
   exact: { label: "statistic", about: "the MLP's norm measures the stream again, in place of the carried statistic", flag: true, needs: "carried" },
