@@ -24,7 +24,7 @@ from normlab.probes.sites import Block, has_matrix, kind_of, shell_content
 
 CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: small against an activation, large against a call's overhead
 FLAT = math.atanh(0.95)
-FLAT_TOKEN = 4 * torch.finfo(torch.float32).eps  # a relative deviation that a mean's rounding makes
+ROUNDINGS = 4  # of the dtype: so far may equal features be from their mean
 SAME = 0.02  # relative distance of a router's scores from ours: several roundings of bfloat16
 
 
@@ -66,8 +66,8 @@ def token_statistics(x: Tensor, names: Sequence[str]) -> Tensor:
 
     Returns:
         (len(names), tokens), float32 (float64 for a float64 input). `var` is the biased variance over d. `kurtosis` is
-        m4 / var^2. It is NaN for a token whose features are equal to rounding. From the kernel it is also NaN for a token whose
-        fourth powers leave float32's range.
+        m4 / var^2. It is NaN for a token whose features are equal to rounding. From the kernel it is also NaN for a
+        token whose fourth powers leave float32's range.
     """
     rows = x.reshape(-1, x.shape[-1])
     if nk.chooses_kernels(rows, "auto"):
@@ -88,7 +88,7 @@ def row_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
         squares = (rows - mean).square_()
         variance = result["var"] = squares.mean(dim=-1)
         if "kurtosis" in names:
-            flat = variance <= mean[:, 0].mul(FLAT_TOKEN).square_()
+            flat = variance <= mean[:, 0].mul(ROUNDINGS * torch.finfo(rows.dtype).eps).square_()
             # Dividing before squaring: var^2 underflows in float32 from var = 1e-23 on.
             kurtosis = squares.div_(variance[:, None]).square_().mean(dim=-1)
             result["kurtosis"] = kurtosis.masked_fill_(flat, torch.nan)
@@ -100,7 +100,7 @@ def _kernel_statistics(rows: Tensor, names: Sequence[str]) -> Tensor:
     result = {"l2": moments.l2, "max_abs": moments.max_abs, "var": moments.m2 / width}
     if "kurtosis" in names:
         in_range = (moments.m4 > 1e-30) & (moments.m4 < torch.inf)
-        in_range &= moments.m2.sqrt() > FLAT_TOKEN * moments.l2
+        in_range &= moments.m2.sqrt() > ROUNDINGS * torch.finfo(torch.float32).eps * moments.l2
         kurtosis = width * moments.m4.double() / moments.m2.double().square()
         result["kurtosis"] = torch.where(in_range, kurtosis, torch.nan).float()
     return torch.stack([result[name] for name in names])

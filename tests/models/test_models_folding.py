@@ -154,8 +154,8 @@ def slightly_gated() -> nn.Module:
 
 
 def laguna() -> nn.Module:
-    kinds = dict(mlp_layer_types=["dense"] * 3, layer_types=["full_attention"] * 3, num_attention_heads_per_layer=[4] * 3)
-    return AutoModelForCausalLM.from_config(LagunaConfig(**STOCK, **kinds))
+    kinds = dict(mlp_layer_types=["dense"] * 3, layer_types=["full_attention"] * 3)
+    return AutoModelForCausalLM.from_config(LagunaConfig(**STOCK, **kinds, num_attention_heads_per_layer=[4] * 3))
 
 
 def minimax() -> nn.Module:
@@ -172,8 +172,8 @@ REFUSED = {
         lambda: AutoModelForCausalLM.from_config(Gemma2Config(**STOCK)),
         "Gemma2DecoderLayer, not a block of",
     ),
-    "a gate that reads the norm": (lambda: laguna(), "cannot fold .*input_layernorm: .*self_attn.g_proj may read it too"),
-    "a stream of norms": (lambda: minimax(), "cannot fold .*input_layernorm: its output is kept in the residual stream"),
+    "a gate that reads the norm": (laguna, "cannot fold .*input_layernorm: .*self_attn.g_proj may read it too"),
+    "a stream of norms": (minimax, "cannot fold .*input_layernorm: its output is kept in the residual stream"),
     "no head": (lambda: NormlabForCausalLM(tiny_config("bhyt")).model, "no head that reads it"),
 }
 

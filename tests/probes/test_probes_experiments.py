@@ -214,6 +214,20 @@ def test_angles_keep_their_digits_however_near_the_vectors_are(distance):
     assert float(found) == pytest.approx(distance / 2, rel=1e-9 if distance > 1e-7 else 1e-3, abs=1e-16)
 
 
+def test_a_stream_that_goes_on_in_float32_is_not_rounded_for_its_angles():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    model = MambaForCausalLM(MambaConfig(**sizes)).bfloat16().eval()
+    batch, states = {"input_ids": torch.randint(3, 64, (2, 5))}, []
+    with hooked(*((block, lambda m, a, k, o: states.append(o.flatten(0, 1))) for block in model.backbone.layers)):
+        table = angular_distance(model, [batch], **QUIET)
+    assert states[0].dtype == torch.float32
+    a, b = (state.double() / state.double().norm(dim=1, keepdim=True) for state in states)
+    expected = 2 / math.pi * torch.atan2((a - b).norm(dim=1), (a + b).norm(dim=1)).mean()
+    assert table[1][2] == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_jacobian_identity_interval_holds_the_exact_value(model):
     batch = {"input_ids": torch.randint(3, 64, (1, 5))}
     table = jacobian_identity(model, [batch] * 8, probes=8, **QUIET)

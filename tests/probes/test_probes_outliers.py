@@ -72,6 +72,17 @@ def test_massive_activations_are_those_of_the_definition(batch):
     assert set(found.table.query("position == 15")["first_layer"]) == {0}
 
 
+def test_a_token_that_is_not_finite_hides_no_massive_activation_of_others(batch):
+    def found(row_1: float) -> list[tuple]:
+        model = planted()
+        change = (torch.tensor(1), torch.tensor(20))
+        model.model.layers[1].register_forward_hook(lambda m, a, y: y.index_put(change, torch.tensor(row_1)))
+        table = normlab.massive_activations(model, batch).table
+        return list(table[table["row"] == 0].drop(columns="ratio").itertuples(index=False, name=None))
+
+    assert {row[0] for row in found(0.0)} == {0, 1, 2, 3, 4} and found(float("nan")) == found(0.0)
+
+
 def test_the_thresholds_of_the_paper_are_the_default_and_nothing_is_found_in_a_healthy_model(batch):
     assert normlab.massive_activations(planted(), batch).mask.nonzero().tolist() == [[0, 0], [1, 15]]
     assert normlab.massive_activations(planted().train(), batch).mask.nonzero().tolist() == [[0, 0], [1, 15]]

@@ -221,6 +221,27 @@ def test_variance_far_from_zero_does_not_cancel():
     assert torch.allclose(token_statistics(x, ["var"]), torch.ones(1, 4), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_features_that_are_equal_to_rounding_have_no_kurtosis(dtype):
+    """The mean of 768 equal numbers is not quite that number."""
+    from normlab.probes.statistics import token_statistics
+
+    x = torch.stack([torch.full((768,), value, dtype=dtype) for value in (0.1, 0.7, -3.3, 0.0)])
+    spread = torch.full((1, 768), 0.1, dtype=dtype)
+    spread[0, 0] = 0.1001 if dtype != torch.bfloat16 else 0.11
+    found = token_statistics(torch.cat([x, spread]), ["kurtosis"])[0]
+    assert found[:4].isnan().all() and found[4] == pytest.approx(766, rel=0.01)
+
+
+def test_one_token_has_no_standard_error():
+    model = tiny_llama()
+    with record(model, ["token_l2_mean"]) as rec, torch.no_grad():
+        model(torch.tensor([[3, 4]]))
+    table = rec.stats().to_pandas(errors=True)
+    assert set(table.loc[table["mask"] == "no_first", "tokens"]) == {1}
+    assert table["standard_error"].isna().equals(table["tokens"] == 1)
+
+
 def test_a_compiled_model_is_measured_although_hooks_come_after_the_first_compiled_call(batch):
     def compiled_in_place(model):
         model.compile(backend="eager")
