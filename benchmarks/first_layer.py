@@ -186,7 +186,7 @@ def rotary_layout(m: Model) -> Expected | None:
     for linear in turned:
         pairs = torch.arange(head).reshape(-1, 2).T.flatten()
         order = (pairs[None] + head * torch.arange(linear.out_features // head)[:, None]).flatten()
-        _on_output(linear, lambda y, x, order=order: y[..., order])
+        _on_output(linear, lambda y, x, order=order: y[..., order])  # type: ignore[misc]
     return Expected((1, 2), BRANCH["attn"] + AFTER, "layout") if turned else None
 
 
