@@ -177,7 +177,7 @@ def _printed(arguments: list[str]) -> str:
 # --- what a run writes ---
 
 # A text that does not change: Apache's licence.
-TEXT = ROOT / "LICENSE"
+TEXT = ROOT / "docs" / "measure.md"
 TINY: Json = dict(
     depth=2,
     width=32,
