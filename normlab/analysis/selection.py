@@ -199,16 +199,16 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     return about
 
 
-def unlike(recipes: Iterable[str]) -> dict[str, list[str]]:
-    """The fields in which recipes of `normlab.load_runs` differ, and their values. What one lacks is not compared."""
-    fields = [dict(item.partition("=")[::2] for item in recipe.split()) for recipe in sorted(set(recipes))]
-    values = {name: sorted({own[name] for own in fields if name in own}) for name in (fields[0] if fields else ())}
-    return {name: found for name, found in values.items() if len(found) > 1}
+def unlike(recipes: pd.Series) -> pd.DataFrame:
+    """The fields in which recipes of `normlab.load_runs` differ, one column each. What one lacks is not compared."""
+    rows = [dict(item.partition("=")[::2] for item in recipe.split()) for recipe in recipes]
+    fields = pd.DataFrame(rows, index=recipes.index)
+    return fields.loc[:, fields.nunique() > 1]
 
 
-def unlike_in_words(recipes: Iterable[str]) -> str:
-    """The same as text: "warmup 0.1 and 0.3, clip 1.0 and 5.0"; empty if they are alike."""
-    return ", ".join(f"{name} {' and '.join(values)}" for name, values in unlike(recipes).items())
+def unlike_in_words(recipes: pd.Series) -> str:
+    """The same as text: "warmup 0.1 and 0.3, clip 1 and 5"; empty if they are alike."""
+    return ", ".join(f"{name} {' and '.join(sorted(own.dropna().unique()))}" for name, own in unlike(recipes).items())
 
 
 def has_learned(about: pd.DataFrame) -> pd.Series:
@@ -276,10 +276,16 @@ class Selection:
         return " · ".join(filter(None, parts))
 
     def recipes(self) -> str:
-        """What runs of one depth differ in beside their rate, in words; empty for one recipe."""
-        found = dict.fromkeys(unlike_in_words(own["recipe"]) for _, own in self.runs.groupby("depth"))
-        words = "; ".join(filter(None, found))
-        return f"trained unlike: {words}" if words else ""
+        """What runs of one depth differ in beside their rate, and the schemes whose value fewer runs have, in words."""
+        said: dict[str, None] = {}
+        for _, own in self.runs.groupby("depth"):
+            for name, values in unlike(own["recipe"]).items():
+                counts = values.value_counts().sort_index().sort_values(ascending=False, kind="stable")
+                most, *others = counts.index
+                schemes = [", ".join(map(title_of, in_order(own["scheme"][values == other]))) for other in others]
+                named = [f"{other} ({titles})" for other, titles in zip(others, schemes, strict=True)]
+                said[f"{name} {' and '.join([most, *named])}"] = None
+        return f"trained unlike: {', '.join(said)}" if said else ""
 
     def precision(self) -> str:
         """Counts of runs by precision, in words; empty if there is only one."""

@@ -29,6 +29,7 @@ from normlab.analysis.selection import (
     summarize,
     title_of,
     unlike,
+    unlike_in_words,
 )
 from normlab.analysis.verdicts import SEEDS, bracketed, differences, judged
 from normlab.errors import NormlabError
@@ -78,10 +79,9 @@ def load(folders: Iterable[str | Path]) -> pd.DataFrame:
                 f"runs of {depth} blocks differ in {' and '.join(differ)}, so their losses do not compare{remedy}"
             )
         for scheme, recipes in own.groupby("scheme")["recipe"]:
-            if warmups := unlike(recipes).get(OWN):
-                raise NormlabError(
-                    f"runs of {scheme} at depth {depth} have {OWN} {' and '.join(warmups)}: keep those of one"
-                )
+            if OWN in unlike(recipes):
+                words = unlike_in_words(recipes)
+                raise NormlabError(f"runs of {scheme} at depth {depth} differ in {words}: keep those of one recipe")
     about = one_precision(about)
     twice = about[about.duplicated(["scheme", "depth", "lr", "seed"])]
     if len(twice):

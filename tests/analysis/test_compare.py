@@ -185,7 +185,7 @@ def test_runs_of_two_recipes_are_no_seeds_of_one_scheme_and_are_said_between_two
     with pytest.raises(NothingToShow, match=r"Seeds of bhyt .* were trained unlike \(warmup 0.1 and 0.3\): keep"):
         choose(runs)
     runs = pd.concat([run("bhyt", alike), run("lns", other)], ignore_index=True)
-    assert " · trained unlike: warmup 0.1 and 0.3\n" in report(compare(runs, "bhyt", "lns"))
+    assert " · trained unlike: warmup 0.1 and 0.3 (LNS)\n" in report(compare(runs, "bhyt", "lns"))
     assert "trained unlike" not in choose(runs[runs["scheme"] == "lns"]).describe()
     twice = pd.concat([run("bhyt", alike), run("bhyt", other).assign(run="b"), run("lns", alike)], ignore_index=True)
     with pytest.raises(NothingToShow, match="2 runs of bhyt .* differ in warmup 0.1 and 0.3: keep those of one"):
