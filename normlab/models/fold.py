@@ -259,7 +259,8 @@ def fold_norms(model: nn.Module, *, partial: bool = False) -> FoldedNorms:
 
     Raises:
         NormlabError: another architecture, a folded model, or, unless ``partial``, a norm that cannot be folded. Such a
-            norm is read by other than plain nn.Linear layers (LoRA, quantized) or by a matrix that others read too.
+            norm is read by other than plain nn.Linear layers (LoRA, quantized), by a matrix that others read too, or,
+            in a stock block, by more than Llama's matrices.
             Or its output goes into the residual stream (Post-LN, Peri-LN). Nothing is changed then.
     """
     if is_folded(model):
