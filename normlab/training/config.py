@@ -278,11 +278,6 @@ class TrainConfig:
         size = self.width // heads
         require(size % 2 == 0, f"head size {size} is odd; rotary positions need an even one")
         require(
-            self.checkpoint_every % self.log_every == 0,
-            f"checkpoint_every is {self.checkpoint_every}, no multiple of log_every {self.log_every}: "
-            "a resumed run would average its loss over other steps",
-        )
-        require(
             self.batch_size % self.accumulate == 0,
             f"accumulate is {self.accumulate}; it must divide batch_size {self.batch_size}",
         )

@@ -71,7 +71,7 @@ class LogitAttribution(PlotWidget):
     def _sentence(self) -> str:
         """How saturated the final norm is; empty where it does not tell what enters its tanh or erf."""
         if self.steepness.disabled or not getattr(self._norm, "bounded", True):
-            return "the final norm has no tanh"
+            return "no feature passes a tanh in the final norm"
         name = next((name for name in _FUNCTIONS if hasattr(self._norm, f"{name}_input")), None)
         if name is None:
             return ""

@@ -79,8 +79,12 @@ class Change(LayerChange):
 
 
 def slope_of(norm: Any) -> str | None:
-    """Name of the parameter in front of x inside a tanh norm: "lam", "alpha", or None."""
-    return next((name for name in SLOPES if isinstance(getattr(norm, name, None), Tensor)), None)
+    """Name of the parameter in front of x inside a tanh or erf norm: "lam", "alpha", or None.
+
+    It is one number. SeeDNorm's alpha, a number per feature, stands outside its tanh.
+    """
+    found = {name: getattr(norm, name, None) for name in SLOPES}
+    return next((name for name, value in found.items() if isinstance(value, Tensor) and value.numel() == 1), None)
 
 
 @contextmanager

@@ -38,7 +38,6 @@ TEXT = Path("text.txt")
         ({"outlier_channels": 2, "outlier_size": math.nan}, "outlier_size is nan; it must be finite"),
         ({"dtype": "int8"}, "dtype is 'int8'; choose one of auto, float32, bfloat16, float16"),
         ({"held_out": "train"}, "held_out is 'train'; choose one of all, validation, test"),
-        ({"log_every": 2}, "checkpoint_every is 3, no multiple of log_every 2"),
         ({"batch_size": 4, "accumulate": 3}, "accumulate is 3; it must divide batch_size 4"),
         ({"stop_at": 9}, "stop_at is 9; the schedule has 8 steps"),
         ({"store_all": True, "probe_every": 0}, "give probe_every"),

@@ -83,7 +83,7 @@ def test_a_final_erf_is_measured_by_its_own_argument():
     assert widget.message.value.startswith(f"{share:.1%} of") and "|erf z| > 0.95" in widget.message.value
 
 
-@pytest.mark.parametrize(("scheme", "said"), [("bhyt_linear", "no tanh"), ("seednorm", "")])
+@pytest.mark.parametrize(("scheme", "said"), [("bhyt_linear", "no feature"), ("seednorm", "no feature")])
 def test_a_final_norm_that_bounds_nothing_is_not_called_saturated(scheme, said):
     bridge = bridge_of(scheme, **({"lam_last": 10.0} if scheme == "bhyt_linear" else {}))
     widget = LogitAttribution(bridge, TOKENS, ANSWERS)
@@ -100,9 +100,10 @@ def test_it_asks_once_for_what_it_shows(monkeypatch):
     assert asked == [1.0, 2.0]
 
 
-def test_a_final_norm_without_tanh_has_no_slope_to_move():
-    widget = LogitAttribution(bridge_of("pre_rmsnorm"), TOKENS, ANSWERS)
-    assert widget.steepness.disabled and "no tanh" in widget.message.value
+@pytest.mark.parametrize("scheme", ["pre_rmsnorm", "seednorm"])
+def test_a_final_norm_whose_features_pass_no_tanh_has_no_slope_to_move(scheme):
+    widget = LogitAttribution(bridge_of(scheme), TOKENS, ANSWERS)
+    assert widget.steepness.disabled and "no feature passes a tanh" in widget.message.value
     assert sum(bars(widget)["frozen"].values()) == pytest.approx(widget.tables["frozen"].attrs["logit"], abs=1e-4)
 
 
