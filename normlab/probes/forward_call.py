@@ -73,12 +73,14 @@ OFFSETS = (1, 2)  # where positions begin that count from the padding's, as RoBE
 
 
 def loss_and_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The scalar loss and the logits of what a model returned: a ModelOutput, a dict or a tuple.
+    """The scalar loss and the logits of what a model returned: a ModelOutput, a dict, a tuple or the loss alone.
 
     A tuple begins with the loss and the logits, or is the logits and their loss, which may be None. Of another one it
     is not known what is what.
     """
-    if isinstance(output, Mapping):
+    if isinstance(output, Tensor):
+        loss, logits = output if output.ndim == 0 else None, None
+    elif isinstance(output, Mapping):
         loss, logits = output.get("loss"), output.get("logits")
     elif isinstance(output, tuple | list) and not hasattr(output, "logits"):
         first, second = (*output[:2], None, None)[:2]
@@ -93,6 +95,12 @@ def loss_and_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
 
 def _is_loss(x: Any) -> bool:
     return isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
+
+
+def _is_same_loss(one: Tensor, other: Tensor) -> bool:
+    """True if two losses have one value, in the precision of either."""
+    a, b = one.detach().view(()), other.view(()).to(one.device)
+    return a is b or bool((a == b.to(a.dtype)) | (a.to(b.dtype) == b))
 
 
 def _normalizers(logits: Tensor) -> Tensor:
@@ -120,7 +128,8 @@ class Reading(NamedTuple):
 
 
 READINGS = frozenset(map(Reading._make, product((False, True), (False, True), ("labels", "items", "nothing"))))
-Settled = defaultdict[tuple[str, bool], set[Reading]]  # by the argument of labels, and whether items are given
+# By the argument of labels, whether items are given, and how many other losses were returned further in.
+Settled = defaultdict[tuple[str, bool, int], set[Reading]]
 
 
 def unsettled() -> Settled:
@@ -352,6 +361,7 @@ class CallInputs:
         # Whether the model hands the stack vectors that the caller did not give; None where no module holds it alone.
         self.is_handed_states: bool | None = None
         self.labels_averaged: float | Tensor | None = None
+        self._losses: list[Tensor] = []  # that were compared, from the inside out
         self.settled = unsettled()  # by earlier calls
         self.unknown = "this call has no countable labels"
         self.looked_up: list[Tensor] = []
@@ -375,7 +385,7 @@ class CallInputs:
         if all(name not in _KNOWN and x.is_floating_point() for name, x in tensors.items()):
             if any(ids is self.arguments.get(name) for ids in tokens for name in _TOKENS):
                 same = copy(self)
-                same.labels_averaged = None
+                same.labels_averaged, same._losses = None, []
                 return same
             masks = [given_mask(name, self.arguments) for name in _MASKS if name in self.arguments]
             if self.mask is not None or any(not isinstance(x, Tensor) or bool((x == 0).any()) for x in masks):
@@ -438,12 +448,19 @@ class CallInputs:
     def compare(self, output: Any) -> None:
         """Compare the loss that a module returned with the cross-entropy of the logits returned with it.
 
-        Labels under an unknown name are those that it fits, and negative ones are none, whichever the loss leaves out.
-        A loss in half precision is too coarse to tell.
+        A loss of another value that a module further out returns counts instead. Labels under an unknown name are those
+        that it fits, and negative ones are none, whichever the loss leaves out. A loss in half precision is too coarse
+        to tell.
         """
         loss, logits = loss_and_logits(output)
-        if self.labels_averaged is not None or loss is None:
+        if loss is None:
             return
+        is_same = self._losses and _is_same_loss(loss, self._losses[-1])
+        if not is_same:
+            self._losses.append(loss.detach())
+        elif self.labels_averaged is not None:
+            return
+        self.labels_averaged = None
         if logits is None:
             self.unknown = "the model returns no logits with its loss"
             return
@@ -470,8 +487,9 @@ class CallInputs:
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return
         mask, items = given_mask("attention_mask", self.arguments), self.arguments.get("num_items_in_batch")
+        key = name, items is not None, len(self._losses)
         try:
-            result = labels_averaged(loss, logits, labels, mask, items, self.settled[name, items is not None])
+            result = labels_averaged(loss, logits, labels, mask, items, self.settled[key])
         except Exception as error:  # the model goes on
             self.unknown = f"its loss could not be compared with its logits ({type(error).__name__})"
             return

@@ -151,6 +151,34 @@ def test_without_countable_labels_the_caller_is_asked_for_loss_tokens(batch):
         model(batch["input_ids"])
 
 
+class Weighing(nn.Module):
+    """Returns a multiple of the model's loss, with the logits or alone."""
+
+    def __init__(self, model, factor, is_alone=False):
+        super().__init__()
+        self.model, self.factor, self.is_alone = model, factor, is_alone
+
+    def forward(self, **batch):
+        out = self.model(**batch)
+        loss = self.factor * out.loss
+        return loss if self.is_alone else {"loss": loss, "logits": out.logits}
+
+
+def test_the_outermost_loss_is_the_one_that_is_compared(batch):
+    model = tiny_llama()
+    from_mean = trained_step(model, batch, GRADIENTS)
+    labels = int((batch["labels"][:, 1:] != -100).sum())
+    for wrapped, divisor in ((Weighing(model, 1.0, is_alone=True), labels), (Weighing(model, float(labels)), 1)):
+        with record(wrapped, GRADIENTS) as rec:
+            out = wrapped(**batch)
+            rec.backward(out if wrapped.is_alone else out["loss"])
+        assert values(rec.stats()) == near(from_mean) and rec.stats().manifest["loss_tokens"] == divisor
+    for is_alone, words in ((False, "do not tell over how many labels"), (True, "returns no logits with its loss")):
+        wrapped = Weighing(model, 0.1, is_alone)
+        with pytest.raises(NormlabError, match=words), record(wrapped, GRADIENTS):
+            wrapped(**batch)
+
+
 def test_a_masked_language_models_labels_are_not_shifted():
     model, batch = build("bert"), token_batch()
     with record(model, GRADIENTS) as rec:
