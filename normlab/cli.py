@@ -369,7 +369,7 @@ def _compare(
     runs: Annotated[
         list[str] | None, flag("runs, or directories of runs (default: runs, else those of normlab)"), SEVERAL
     ] = None,
-    metric: Annotated[str, flag("a name of normlab.figures.METRICS")] = "loss",
+    metric: Annotated[str, flag("a name of normlab.figures.METRICS, or growth, deep_cost, early_cost, ...")] = "loss",
     depth: Annotated[Whole | None, flag("only this depth")] = None,
     width: Annotated[Whole | None, flag("default: the one with most runs")] = None,
     site: Annotated[str | None, flag("where it was measured; default: the metric's own site")] = None,

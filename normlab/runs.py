@@ -452,13 +452,14 @@ def load_runs(path: str | Path | Iterable[str | Path], *, variants: bool = True)
 
     - lr: to six digits, so that rates that differ by a rounding are one.
     - dtype: of matrix products in training steps.
-    - recipe: how a model of that shape was trained, "steps=6000 batch_size=8 ...". Runs of one recipe have one text.
+    - recipe: how a model of that shape was trained, "steps=6000 batch_size=8 ...". The corpus is not part of it.
     - step: optimizer steps done; 0 is before training.
     - tokens: trained so far.
     - split: "train", "eval" or "probe".
-    - site: "model", or a site of layers as `normlab.probes` names it. "model" has loss, grad_norm (before clipping),
-      learning_rate, tokens_per_s, unigram_entropy, bigram_loss and trigram_loss. Runs in float16 add loss_scale and
-      skipped_step.
+    - site: "model", a site of layers as `normlab.probes` names it, a parameter's name or a held-out file's path. Of
+      "model" are loss, grad_norm (before clipping), learning_rate, tokens_per_s, unigram_entropy, bigram_loss,
+      trigram_loss, and at the end validation_loss, seen_loss, copy_loss and uniform_attention. Runs in float16 add
+      loss_scale and skipped_step.
     - layer: 0 the embeddings, 1..L the blocks; missing where it means nothing.
     - mask: "all", or "no_first": without each row's first token.
 
@@ -529,8 +530,8 @@ def load_configs(path: str | Path) -> pd.DataFrame:
     """The configuration of each run at or below `path`: one row per run, indexed by run.
 
     Columns: status, eval_loss, every field of `TrainConfig`, and every model field that one of the runs sets
-    (lam_input, gamma0, carried, ...). A field is missing where a run leaves it at its default. A run that cannot be
-    read is named in a warning and left out. NormlabError: none is left.
+    (lam_input, gamma0, carried, ...). A model field is missing where a run leaves it at its default. A run that cannot
+    be read is named in a warning and left out. NormlabError: none is left.
     """
     import pandas as pd
 

@@ -44,7 +44,10 @@ def compare(
         metric: a name of `METRICS` or of `normlab.analysis.quantities.QUANTITIES`, such as "growth" or "deep_cost".
             "loss" means the held-out loss unless `split` says "train".
         site: default: the one of the metric's row in `METRICS`.
+        depth, width: only this depth; the width, by default the one with most runs.
         layer: block number; default the last block.
+        mask: "all", or "no_first": without each row's first token.
+        split: "train", "eval" or "probe".
         step: optimizer steps done; default the last, 0 is before training.
         level: of confidence.
 

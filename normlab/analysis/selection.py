@@ -320,6 +320,9 @@ def choose(
         schemes: default all. Control schemes in the table are always added.
         same_rate: at each depth show all schemes at one learning rate, if all were run with it.
 
+    Returns:
+        A `Selection`: the chosen rows of `runs`, a table with a row per run, and sentences on how they were chosen.
+
     Raises:
         NothingToShow: one sentence with the reason, and what there is instead. Runs of one depth that were measured on
             several texts are not shown together.

@@ -106,7 +106,7 @@ def find_model(scheme: str, **options: Any) -> Path | None:
         options: fields of `NormlabConfig` that it must have.
 
     Returns:
-        Its folder, for `load_model` and `load_held_out`, or None.
+        Its folder, for `load_model` and `load_held_out`, or None. An installed package does not know the names: None.
 
     Raises:
         NormlabError: an option that is no field.

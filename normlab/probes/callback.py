@@ -79,8 +79,10 @@ class LayerStatsCallback(TrainerCallback):
     `absent` says what could not be measured at some step and why. What makes a number another than its name says is a
     warning too, as of `observe`.
 
-    The table also holds `update_ratio`, whose site is the parameter's name. A logged loss that is a spike adds
-    `loss_spike` at site "model", in standard deviations above the recent losses.
+    The table also holds `update_ratio`, |w' - w| / |w| of each matrix, w before the step and w' after it, weight decay
+    included. Its site is the parameter's name. That of `observe` is of a block and without weight decay.
+
+    A logged loss that is a spike adds `loss_spike` at site "model", in standard deviations above the recent losses.
 
     Where the Trainer logs to TensorBoard, Weights & Biases or Trackio, each measured step sends the values of the first
     and last layer.

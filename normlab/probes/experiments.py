@@ -591,9 +591,9 @@ def skip_sensitivity(
     Returns:
         One row per skipped part: `part layer span loss skip_delta_loss standard_error low high output_kl
         output_kl_error tokens`. `loss` is the whole model's, in nats per token. `low` and `high` bound the 95% interval
-        of `skip_delta_loss`, sequences taken as independent. `output_kl` = KL(whole || skipped). Where later blocks
-        read what skipped ones make besides the stream (shared keys and values, T5's position bias), it is still made,
-        which deletion cannot do: a column `read_by` lists those layers.
+        of `skip_delta_loss`, sequences taken as independent. `output_kl` = KL(whole || skipped), in nats per token.
+        Where later blocks read what skipped ones make besides the stream (shared keys and values, T5's position bias),
+        it is still made, which deletion cannot do: a column `read_by` lists those layers.
 
     Raises:
         NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits, no label that counts, or the

@@ -216,7 +216,7 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
 
     Raises:
         NormlabError: no batch, no logits; several residual streams, unless blocks say by an ``enter`` that they are;
-            what follows the last block reads earlier ones too.
+            what follows the last block reads earlier ones too; blocks that hold (length, batch, width).
     """
     runner = Runner(model, batches, progress, "logit lens")
     kept = KeptPass(runner.stream)

@@ -176,6 +176,9 @@ class LayerStats:
 
         Needs the metric `massive_activation_ratio`. Compare masks: massive activations are mostly at the first token.
         `normlab.massive_activations` finds each one's token, and the blocks over which it stays.
+
+        Raises:
+            NormlabError: the metric was not recorded.
         """
 
         def rows_of(peaks: Tensor) -> Iterable[tuple]:
@@ -190,6 +193,9 @@ class LayerStats:
         """Each expert's share of the tokens' choices: columns `site layer mask expert share`.
 
         Needs the metric `expert_load_max` and a model that is a mixture of experts.
+
+        Raises:
+            NormlabError: the metric was not recorded, or the model has no experts.
         """
 
         def rows_of(counts: Tensor) -> Iterable[tuple]:
@@ -221,6 +227,9 @@ class LayerStats:
         """Both recordings as one: the result of a single recording over all their tokens.
 
         Recordings of a pipeline's stages, which hold other layers, become one of all layers.
+
+        Raises:
+            NormlabError: other metrics, masks, blocks or widths.
         """
         if self.metrics != other.metrics:
             raise NormlabError("cannot merge recordings of different metrics: record both with the same list")

@@ -254,7 +254,9 @@ _ROWS = (
            "uniform attention", "", *AMOUNT, "model", "model"),
     Metric("parameter_rms", "root mean square of a parameter; the site is its name within the block",
            "size of a parameter", "", *SIZE, "model", "model"),
-    Metric("update_ratio", "‖update‖ of Adam, without weight decay, over ‖parameters‖ of a block",
+    Metric("update_ratio",
+           "‖update‖ of Adam, without weight decay, over ‖parameters‖ of a block; at a matrix's name: ‖its "
+           "change in a step‖ over ‖it before‖",
            "update over weights", "", *SIZE, "model", "model"),
     Metric("first_moment", "root mean square of Adam's first moment in a block, corrected for its start",
            "size of the first moment", "", *SIZE, "model", "model"),

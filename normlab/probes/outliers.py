@@ -107,7 +107,7 @@ def attention_sinks(
 
     Raises:
         NormlabError: no attention was seen, as in code that is neither `scaled_dot_product_attention` nor a softmax; or
-            none over the tokens alone, as with a prefix.
+            none over the tokens alone, as with a prefix; blocks that hold (length, batch, width).
     """
     import pandas
 

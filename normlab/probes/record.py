@@ -78,8 +78,8 @@ def record(
 
     Only whole forward passes count: one that raises leaves no trace, nor does one that had begun before. Those of an
     experiment, such as `skip_sensitivity`, do not count. The model's outputs are bit-identical and its hooks untouched;
-    ours run after them. Metrics that do not apply have no rows, nor has what does not add up, or fails:
-    `manifest["absent"]` says why.
+    ours run after them. Metrics that do not apply have no rows: `stats().absent` names them. Nor has what does not add
+    up, or fails: `manifest["absent"]` says why.
 
     Args:
         model: a module, or `sites(model, ...)` where its parts had to be named. Inside the context compiled code runs
@@ -94,8 +94,8 @@ def record(
             `CallInputs` that gives it.
 
     Raises:
-        NormlabError: unknown metric or mask; gradient metrics under no_grad, without countable labels, or without a
-            backward pass.
+        NormlabError: unknown metric or mask; as for `sites`; a model on the meta device; gradient metrics under
+            no_grad, without countable labels, or without a backward pass.
     """
     unknown = [mask for mask in masks if mask not in MASKS]
     if unknown or not masks:

@@ -12,7 +12,7 @@ from normlab.training.grids import Part, Preset, Variant
 def init_std(width: int) -> float:
     """0.02 sqrt(512/width), 0.04 at 128: initial weights that keep a matrix's gain as it is where 0.02 fits.
 
-    The preset `pilot` chose it, on Pre-LN."""
+    The preset `initial_weights` chose it, on Pre-LN."""
     return round(INIT_STD * math.sqrt(512 / width), 3)
 
 
