@@ -20,8 +20,8 @@ from normlab.probes import statistics
 from normlab.probes.block_trace import BlockTrace
 from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
-from normlab.probes.forward_call import Call, Place, Staged
-from normlab.probes.gradients import Arrivals, GradientHook, edge_of, is_beside, source_of
+from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
+from normlab.probes.gradients import NOT_RETURNED, Arrivals, GradientHook, edge_of, is_beside, source_of
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32, without_autocast
 
@@ -296,6 +296,8 @@ class Measurer:
         for arrival in self._arrivals.take(with_open):
             known = (place for where in arrival.places if (place := _place(where, is_gradient=True)) is not None)
             staged = arrival.staged
+            if staged is None:
+                arrival.call.absent.setdefault(GRADIENTS, NOT_RETURNED)
             by_call[arrival.call] += [] if staged is None else [staged._replace(where=place) for place in known]
         return by_call
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from normlab.files import whole_file
-from normlab.probes.forward_call import CallInputs, TokenMask
+from normlab.probes.forward_call import TokenMask
 from normlab.probes.metrics import resolve_metrics
 from normlab.probes.observe import (
     DEFAULT,
@@ -72,7 +70,7 @@ class LayerStatsCallback(TrainerCallback):
     All micro-batches of a measured step are merged, over all ranks too. A measured step runs uncompiled. A training
     that begins drops what the one before it left; one that resumes keeps the steps before.
 
-    Gradients are of the summed token loss: accumulation (`num_items_in_batch`) and fp16 loss scaling are undone. They
+    Gradients are of the summed token loss: what the Trainer multiplies or divides the model's loss by is seen. They
     need labels that the Trainer passes to the model, and logits that the model returns, or `loss_tokens`. Else they are
     left out, with a warning.
 
@@ -91,7 +89,7 @@ class LayerStatsCallback(TrainerCallback):
         every: optimizer steps between measurements; the first one is measured.
         metrics: names from `METRICS`.
         blocks: which modules are the blocks, if structure does not show them (see `sites`).
-        loss_tokens: as for `record`. By default counted, and what the Trainer divides or scales the loss by is undone.
+        loss_tokens: as for `record`; by default counted.
         mask: what masks padding, as for `record`.
         update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
         path: write the table here (Parquet) when training ends.
@@ -120,7 +118,6 @@ class LayerStatsCallback(TrainerCallback):
         self._every, self._loss_tokens, self._blocks, self._mask = every, loss_tokens, blocks, mask
         self._wants_ratio, self._path = update_ratio, path
         self._observer: Observer | None = None
-        self._parts = 1  # micro-batches of the present step
         self._readings = Readings(path=None if last is None else Path(last))
         self._ratio: UpdateRatio | None = None
         self._trackers = Trackers()
@@ -151,27 +148,9 @@ class LayerStatsCallback(TrainerCallback):
         if model is None:
             return
         if self._observer is None or self._observer.sites.model is not model:
-            tokens = partial(self._summed_loss_factor, args, kwargs.get("optimizer"))
             where = sites(model, self._blocks, mask=self._mask)
-            self._observer = Observer(where, self._every, self._metrics, self._loss_tokens or tokens, self._readings)
-        self._parts = _micro_batches(
-            args.gradient_accumulation_steps, state.global_step, kwargs.get("train_dataloader")
-        )
+            self._observer = Observer(where, self._every, self._metrics, self._loss_tokens, self._readings)
         self._observer.begin(state.global_step)
-
-    def _summed_loss_factor(self, args: Any, optimizer: Any, inputs: CallInputs) -> Any:
-        """Factor from the gradient that arrives to the summed loss's: labels, times what the Trainer divides by.
-
-        Without `num_items_in_batch` it divides the mean loss itself. With it, of all ranks' items, it multiplies the
-        loss by the number of ranks.
-        """
-        if inputs.labels_averaged is None:
-            return None
-        scaler = getattr(optimizer, "scaler", None)
-        unscaled = 1.0 if scaler is None else 1.0 / scaler.get_scale()
-        ranks = max(1, args.world_size) if args.average_tokens_across_devices else 1
-        has_items = "num_items_in_batch" in inputs.arguments
-        return inputs.labels_averaged * (unscaled / ranks if has_items else unscaled * self._parts)
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Stop recording once all micro-batches are in, and remember the weights."""
@@ -209,16 +188,6 @@ class LayerStatsCallback(TrainerCallback):
         if self._path is not None and state.is_world_process_zero:
             with whole_file(Path(self._path)) as staged:
                 self.to_pandas().to_parquet(staged, index=False)
-
-
-def _micro_batches(whole: int, step: int, loader: Any) -> int:
-    """The micro-batches of an optimizer step: an epoch's last has fewer where `whole` does not divide them."""
-    try:
-        rest = len(loader) % whole
-    except TypeError:  # a stream
-        return whole
-    is_last = step % math.ceil(len(loader) / whole) == len(loader) // whole
-    return rest if rest and is_last else whole
 
 
 # -- trackers --------------------------------------------------------------------------------------------------------

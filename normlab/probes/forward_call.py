@@ -361,7 +361,8 @@ class CallInputs:
         # Whether the model hands the stack vectors that the caller did not give; None where no module holds it alone.
         self.is_handed_states: bool | None = None
         self.labels_averaged: float | Tensor | None = None
-        self._losses: list[Tensor] = []  # that were compared, from the inside out
+        self.loss: Tensor | None = None  # that is compared, until the call ends
+        self._losses: list[Tensor] = []  # the values of those that were, from the inside out
         self.settled = unsettled()  # by earlier calls
         self.unknown = "this call has no countable labels"
         self.looked_up: list[Tensor] = []
@@ -385,7 +386,7 @@ class CallInputs:
         if all(name not in _KNOWN and x.is_floating_point() for name, x in tensors.items()):
             if any(ids is self.arguments.get(name) for ids in tokens for name in _TOKENS):
                 same = copy(self)
-                same.labels_averaged, same._losses = None, []
+                same.labels_averaged, same.loss, same._losses = None, None, []
                 return same
             masks = [given_mask(name, self.arguments) for name in _MASKS if name in self.arguments]
             if self.mask is not None or any(not isinstance(x, Tensor) or bool((x == 0).any()) for x in masks):
@@ -455,7 +456,9 @@ class CallInputs:
         loss, logits = loss_and_logits(output)
         if loss is None:
             return
-        is_same = self._losses and _is_same_loss(loss, self._losses[-1])
+        is_same = bool(self._losses) and _is_same_loss(loss, self._losses[-1])
+        if not is_same or not (self.loss is not None and self.loss.requires_grad):
+            self.loss = loss
         if not is_same:
             self._losses.append(loss.detach())
         elif self.labels_averaged is not None:
@@ -620,6 +623,9 @@ class Call:
         self.implicit = implicit  # opened by a block that was called without its model
         self.crosses = False  # the blocks are handed a second sequence, as a decoder is its encoder's
         self.loss_tokens: float | Tensor | None = None
+        self.counts_labels = False  # `loss_tokens` are counted, and not given
+        self.loss_gradient: Tensor | None = None  # what has arrived at the returned loss, of whole passes summed
+        self.loss_look: Tensor | None = None  # what did in the latest pass that was none
         self.running: Run | None = None  # of the block that is running
         self.watch: AttentionWatch | None = None
         self.layer = 0  # of the latest block that ran
@@ -1043,11 +1049,12 @@ class Call:
     # -- the end of the call -----------------------------------------------------------------------------------------
 
     def resolve_loss(self, loss_tokens: LossTokens) -> None:
-        """Fix the factor from the gradient that will arrive to the summed loss's gradient.
+        """Fix the factor from the gradient of the returned loss to the summed loss's.
 
         Raises `NormlabError` when it is not given, and the returned loss and logits do not tell it.
         """
         factor = loss_tokens(self.inputs) if callable(loss_tokens) else loss_tokens
+        self.counts_labels = factor is None
         self.loss_tokens = self.inputs.labels_averaged if factor is None else factor
         if self.loss_tokens is None:
             raise Refusal(

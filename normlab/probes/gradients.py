@@ -40,7 +40,8 @@ def _pass_of(call: Call, is_retained: bool) -> Pass:
 
 def _running_pass() -> Pass:
     """What the backward pass is that runs, by the nodes of the graph beneath the one that runs now."""
-    nodes: list[Any] = [torch._C._current_autograd_node()]
+    running = torch._C._current_autograd_node()
+    nodes: list[Any] = [running]
     seen, adds, is_whole = {None}, False, True
     while nodes:
         node = nodes.pop()
@@ -48,7 +49,7 @@ def _running_pass() -> Pass:
             continue
         seen.add(node)
         try:
-            will_run = torch._C._will_engine_execute_node(node)
+            will_run = node is running or torch._C._will_engine_execute_node(node)  # autograd does not list the root
         except RuntimeError:  # a leaf whose gradient `autograd.grad` returns
             will_run = False
         is_whole &= will_run
@@ -63,7 +64,7 @@ class Arrival:
 
     Args:
         places: where the tensor is read.
-        staged: its norms; None if they could not be taken.
+        staged: its norms; None if they could not be taken, or their scale is not known.
         of: which kind of pass.
         hook: by which it came, as long as the graph lives.
     """
@@ -173,6 +174,42 @@ def _made_of(node: Any) -> Any:
     return before.pop() if len(before) == 1 else None
 
 
+NOT_RETURNED = (
+    "the loss that was differentiated is not made of the one that the model returned: pass loss_tokens=<number of "
+    "labels it is averaged over, 1 if it is summed>"
+)
+
+
+def watch_loss(loss: Tensor | None, calls: Sequence[Call]) -> None:
+    """Note in `calls` the gradient that arrives at the loss that they returned: what it is multiplied by."""
+
+    def note(gradient: Tensor) -> None:
+        is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        for call in calls:
+            try:
+                of, value = _pass_of(call, is_retained), gradient.detach().float()
+                value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of a loss over ranks
+                is_part = bool(value)  # of what is differentiated; a factor of 0 leaves it out
+            except Exception as error:  # the backward pass goes on
+                call.absent[GRADIENTS] = f"{type(error).__name__}: {error}"
+                continue
+            if of is not Pass.WHOLE:
+                call.loss_look = value if is_part else None
+            elif is_part:
+                call.loss_gradient = value if call.loss_gradient is None else call.loss_gradient + value
+
+    if loss is not None and loss.requires_grad and calls:
+        loss.register_hook(note)
+
+
+def _factor(call: Call, of: Pass, device: torch.device) -> Any:
+    """From the gradient that has arrived to the summed loss's; None where that of the returned loss has not."""
+    labels, arrived = call.loss_tokens, call.loss_gradient if of is Pass.WHOLE else call.loss_look
+    if not call.counts_labels:
+        return labels
+    return None if arrived is None else torch.as_tensor(labels, device=device) / arrived.to(device)
+
+
 class GradientHook:
     """Takes the norms of the gradient at a tensor. It lives as long as the graph, and so does the sum that it keeps.
 
@@ -223,8 +260,9 @@ class GradientHook:
                         vectors = at_least_float32(self._sum) + vectors
                     self._sum = vectors.clone() if self.is_retained else None  # a kernel may write into a gradient
                     self._arrival = arrival if self.is_retained else None
-                norms = torch.linalg.vector_norm(at_least_float32(vectors), dim=-1) * call.loss_tokens
-            arrival.staged = Staged("gradient", self._places[0], norms.reshape(1, -1), tuple(vectors.shape))
+                if (factor := _factor(call, arrival.of, vectors.device)) is not None:
+                    norms = torch.linalg.vector_norm(at_least_float32(vectors), dim=-1) * factor
+                    arrival.staged = Staged("gradient", self._places[0], norms.reshape(1, -1), tuple(vectors.shape))
         except Exception as error:  # the backward pass goes on
             call.absent[GRADIENTS] = f"{type(error).__name__}: {error}"
         self._arrivals.add(arrival, before)

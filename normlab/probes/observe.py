@@ -347,8 +347,9 @@ def observe(
         blocks: which modules are the blocks, if structure does not show them (see `sites`).
         loss_tokens: how many labels the loss averages over; default: counted, where the model returns a loss and
             logits. A loop that computes the loss itself gives it, or leaves out gradient metrics.
-        accumulate: by how many the loss is divided before `backward`.
-        scaler: a `torch.amp.GradScaler`, whose scale is undone.
+        accumulate: with `loss_tokens`, by how many the loss is divided before `backward`. What a loss that the model
+            returns is multiplied or divided by is seen.
+        scaler: with `loss_tokens`, a `torch.amp.GradScaler`, whose scale is undone.
         group: process group of the ranks that see different tokens; default: all ranks. With tensor parallelism give
             the data-parallel group, since its ranks see the same tokens.
         path: a CSV file of the last readings, written anew after each. It is there when the process dies.
@@ -363,8 +364,8 @@ def observe(
     given: Any = loss_tokens
 
     def summed(inputs: CallInputs) -> Any:
-        """Factor from the gradient that arrives to the summed loss's."""
-        tokens = given(inputs) if callable(given) else inputs.labels_averaged if given is None else given
+        """Factor from the gradient that arrives to the summed loss's, of a loss whose labels the caller knows."""
+        tokens = given(inputs) if callable(given) else given
         scale = 1.0 if scaler is None else scaler.get_scale()
         return None if tokens is None else tokens * accumulate / scale
 
@@ -372,7 +373,8 @@ def observe(
         raise NormlabError(f"accumulate is {accumulate!r}: give a whole number from 1")
     require_folder(path)
     readings = Readings(path=None if path is None else Path(path))
-    observer = Observer(sites(model, blocks, mask=mask), every, metrics, summed, readings, group, optimizer)
+    factor = None if given is None else summed
+    observer = Observer(sites(model, blocks, mask=mask), every, metrics, factor, readings, group, optimizer)
     observer.begin(start)
     return observer
 

@@ -20,6 +20,7 @@ from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.checkpoints import Checkpoints, in_backward
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask, unsettled
+from normlab.probes.gradients import watch_loss
 from normlab.probes.hooks import EXPERIMENTS, Hook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
@@ -69,8 +70,10 @@ def record(
         attn_norm_in_grad, final_norm_in_grad, ... with respect to the tensor that enters the norm: its whole gradient,
                                                    the residual path included
 
-    Gradients are of the loss *summed* over labels: the gradient that arrives is multiplied by `loss_tokens`. Those of
-    several backward passes through one forward pass are summed. A pass that adds to no `.grad` counts if it is alone.
+    Gradients are of the loss *summed* over labels. That of the returned loss is multiplied by the number of labels it
+    averages over, and divided by what the loss was multiplied by before `backward`, such as a scale. With `loss_tokens`
+    what arrives is multiplied by that. Gradients of several backward passes through one forward pass are summed. A pass
+    that adds to no `.grad` counts if it is alone.
 
     Of a block that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them. A
     block that runs again in one call is a further layer, if it reads what comes from the last output. From other
@@ -85,9 +88,9 @@ def record(
         model: a module, or `sites(model, ...)` where its parts had to be named. Inside the context compiled code runs
             uncompiled, because it ignores new hooks.
         metrics: names from `METRICS`; default: the cheap activation metrics.
-        loss_tokens: how many labels the loss averages over: a number, or a function of the call's `CallInputs`.
-            By default the returned loss is compared with its logits' cross-entropy. 1 for a loss that is a sum. For a
-            scaled loss (fp16 scaler, gradient accumulation) divide by the scale.
+        loss_tokens: of a loss that the model does not return, how many labels it averages over: a number, or a function
+            of the call's `CallInputs`. 1 for a sum. For a scaled loss (fp16 scaler, gradient accumulation) divide by
+            the scale. By default the returned loss is compared with its logits' cross-entropy.
         masks: which token masks to report: "all" (padding excluded), "no_first" (and the first real token of each row).
         mask: name of the argument that masks padding, where it is not a known one. The mask is (batch, length), with
             non-zero = a token; or additive, with nothing above 0 and 0 = a token. Or a function of the call's
@@ -379,7 +382,9 @@ class Recorder:
                     one.inputs.labels_averaged, one.inputs.unknown = call.inputs.labels_averaged, call.inputs.unknown
                     if one.layer:
                         self._resolve_loss(one)
+                watch_loss(call.inputs.loss, [one for one in passes if one.counts_labels])
         finally:
+            call.inputs.loss = None
             call.close()
         if complete:
             with self._lock:

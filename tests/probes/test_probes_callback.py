@@ -2,17 +2,17 @@
 Trainer logs."""
 
 import math
-from types import SimpleNamespace
 
 import pandas
 import pytest
 import torch
 from probe_runs import train
 from probe_zoo import build, near, tiny_llama, values
+from transformers import Trainer
 
 from normlab.errors import NormlabError
-from normlab.probes import CallInputs, record
-from normlab.probes.callback import LayerStatsCallback, UpdateRatio, _micro_batches
+from normlab.probes import record
+from normlab.probes.callback import LayerStatsCallback, UpdateRatio
 from normlab.probes.observe import LossSpikes
 
 METRICS = ["token_l2_mean", "grad_l2_mean", "grad_l2_total"]
@@ -81,6 +81,24 @@ def test_a_model_that_ignores_num_items_in_batch_is_corrected_for_accumulation(t
         train(Plain(), tmp_path, [callback], max_steps=1, **sizes)
         found.append(by_place(callback.to_pandas().query("metric in @METRICS")))
     assert found[0] == near(found[1], 800)
+
+
+class OwnLoss(Trainer):
+    """Its loss is not divided by the accumulation steps, as the model takes the number of items."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+@pytest.mark.parametrize("trainer", [Trainer, OwnLoss])
+def test_gradients_are_of_the_summed_loss_whatever_the_trainer_divides_it_by(trainer, tmp_path):
+    found = []
+    for steps, size in ((1, 4), (2, 2), (4, 1)):
+        callback = LayerStatsCallback(every=1, metrics=METRICS, update_ratio=False)
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        train(tiny_llama(), tmp_path, [callback], trainer=trainer, max_steps=1, **sizes)
+        found.append(by_place(callback.to_pandas().query("metric in @METRICS")))
+    assert found[1] == near(found[0], 800) and found[2] == near(found[0], 800)
 
 
 def test_training_is_bit_for_bit_the_same_with_the_callback(tmp_path):
@@ -154,25 +172,3 @@ def test_bad_arguments_are_refused():
     for name in ("path", "last"):
         with pytest.raises(NormlabError, match="make the folder absent first"):
             LayerStatsCallback(**{name: "absent/layers.parquet"})
-
-
-def test_the_trainers_divisions_and_scalings_of_the_loss_are_undone():
-    callback = LayerStatsCallback()
-    callback._parts = 4
-    arguments = SimpleNamespace(average_tokens_across_devices=True, world_size=2)
-    scaled = SimpleNamespace(scaler=SimpleNamespace(get_scale=lambda: 1024.0))
-    inputs = CallInputs()
-    inputs.labels_averaged = 2  # labels
-    assert float(callback._summed_loss_factor(arguments, None, inputs)) == 2 * 4  # two labels, a quarter of the mean
-    assert float(callback._summed_loss_factor(arguments, scaled, inputs)) == 2 * 4 / 1024
-    items = torch.tensor(100)  # of both ranks, and the loss was doubled
-    inputs.arguments["num_items_in_batch"] = inputs.labels_averaged = items
-    assert float(callback._summed_loss_factor(arguments, None, inputs)) == 50
-    assert callback._summed_loss_factor(arguments, None, CallInputs()) is None
-
-
-def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches():
-    """As the Trainer counts them: it divides by those that there are."""
-    assert [_micro_batches(4, step, range(5)) for step in range(4)] == [4, 1, 4, 1]
-    assert [_micro_batches(4, step, range(8)) for step in range(3)] == [4, 4, 4]
-    assert _micro_batches(4, 1, iter(())) == 4

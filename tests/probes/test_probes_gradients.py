@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from normlab.errors import NormlabError
 from normlab.probes import METRICS, record
 from normlab.probes.forward_call import READINGS, labels_averaged
+from normlab.probes.gradients import NOT_RETURNED
 
 GRADIENTS = ["grad_l2_mean", "grad_l2_total"]
 EVERYTHING = list(METRICS)
@@ -177,6 +178,49 @@ def test_the_outermost_loss_is_the_one_that_is_compared(batch):
         wrapped = Weighing(model, 0.1, is_alone)
         with pytest.raises(NormlabError, match=words), record(wrapped, GRADIENTS):
             wrapped(**batch)
+
+
+def divided_in_place(loss):
+    loss /= 4
+    loss.backward()
+
+
+MULTIPLIED = {
+    "divided": lambda loss, gain: (loss / 4).backward(),
+    "divided in place": lambda loss, gain: divided_in_place(loss),
+    "a share of the labels": lambda loss, gain: (loss * 5 / 12).backward(),
+    "scaled": lambda loss, gain: torch.amp.GradScaler("cpu", init_scale=1024.0).scale(loss).backward(),
+    "from a gradient": lambda loss, gain: loss.backward(torch.tensor(0.25)),
+    "in two passes": lambda loss, gain: ((0.3 * loss).backward(retain_graph=True), (0.6 * loss).backward()),
+    "a look before": lambda loss, gain: (torch.autograd.grad(3 * loss, gain, retain_graph=True), (loss / 4).backward()),
+    "beside a term of the weights": lambda loss, gain: (loss / 4 + gain.square().sum()).backward(),
+}
+
+
+@pytest.mark.parametrize("way", MULTIPLIED)
+def test_what_the_returned_loss_is_multiplied_by_is_undone(batch, way):
+    model = tiny_llama()
+    plain = trained_step(model, batch, GRADIENTS)
+    with record(model, GRADIENTS) as rec:
+        MULTIPLIED[way](model(**batch).loss, model.model.norm.weight)
+    assert values(rec.stats()) == near(plain, 100) and not rec.absent
+
+
+def test_gradients_of_another_loss_than_the_returned_one_are_left_out_with_the_reason(batch):
+    model = tiny_llama()
+    with record(model, ["rms", *GRADIENTS]) as rec:
+        model(**batch).logits.logsumexp(-1).mean().backward()
+    stats = rec.stats()
+    assert {name for _, _, name, _ in values(stats)} == {"rms"}
+    assert stats.manifest["absent"] == {"gradients": NOT_RETURNED}
+    with record(model, GRADIENTS) as apart:  # a second loss, in a pass of its own, is part of the sum
+        out = model(**batch)
+        out.logits.square().mean().backward(retain_graph=True)
+        out.loss.backward()
+    with record(model, GRADIENTS) as both:
+        out = model(**batch)
+        (out.loss + out.logits.square().mean()).backward()
+    assert values(apart.stats()) == near(values(both.stats()), 100)
 
 
 def test_a_masked_language_models_labels_are_not_shifted():
