@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line
 from normlab.models.attention_mlp import NormedAttention, NormedMLP, changes_attention, changes_mlp
 from normlab.models.config import NormlabConfig
 from normlab.models.embeddings_head import changes_embeddings, changes_head
@@ -34,14 +36,20 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def _matrix(linear: Any) -> Tensor:
-    """The whole matrix of a linear layer in float32, with PEFT's active adapters added."""
-    matrix = whole(linear.weight).float()
-    if hasattr(linear, "get_delta_weight") and not (linear.merged or linear.disable_adapters):
-        adapters = getattr(linear, linear.adapter_layer_names[0])
-        for name in linear.active_adapters:
-            if name in adapters:
-                matrix = matrix + linear.get_delta_weight(name).float()
-    return matrix
+    """The whole matrix of a linear layer in float32, with PEFT's active adapters merged.
+
+    NormlabError: adapters of a kind that cannot be merged.
+    """
+    is_plain = not hasattr(linear, "base_layer")
+    if is_plain or getattr(linear, "merged", False) or getattr(linear, "disable_adapters", False):
+        return whole(linear.weight).float()
+    hooks: dict[int, Any] = {id(getattr(part, kind)): OrderedDict() for part in linear.modules() for kind in HOOKS}
+    copied = copy.deepcopy(linear, hooks).float()  # nobody's hooks see this copy
+    try:
+        copied.merge()
+    except Exception as error:  # of PEFT's
+        raise NormlabError(f"c is of matrices, and an adapter cannot be merged into one: {first_line(error)}") from error
+    return whole(copied.weight)
 
 
 def _note_state_prefix(block: NormlabDecoderLayer, state_dict: dict[str, Tensor], prefix: str, *unused) -> None:
