@@ -391,3 +391,29 @@ def test_c_of_matrices_with_an_adapter_that_cannot_be_merged_is_refused(monkeypa
     monkeypatch.setattr(type(model.model.layers[0].self_attn.v_proj), "merge", merge)
     with pytest.raises(NormlabError, match="^c is of matrices, and an adapter cannot be merged into one: a mixture$"):
         model.refresh_carried()
+
+
+@pytest.mark.parametrize("scheme", ["complete_p", "fixnorm", "fixup", "ngpt", "osp_rmsnorm"])
+def test_a_head_that_is_more_than_a_matrix_takes_adapters_that_can_be_merged_only(scheme):
+    from peft import LoraConfig, get_peft_model
+
+    with pytest.raises(NormlabError, match=f"the head of scheme {scheme} is more than a matrix, .* modules_to_save"):
+        get_peft_model(tiny_model(scheme), LoraConfig(target_modules=["lm_head"]))
+    ids, expected = tokens(), tiny_model(scheme)(tokens()).logits
+    names = set(tiny_model(scheme).state_dict())
+    options = {"r": 2, "init_lora_weights": False}
+    for wanted in ({"modules_to_save": ["lm_head"]}, {"target_parameters": ["lm_head.weight"]}):
+        adapted = get_peft_model(tiny_model(scheme), LoraConfig(target_modules=["k_proj"], **wanted, **options)).eval()
+        unmerged = adapted(ids).logits
+        merged = adapted.merge_and_unload()
+        assert_near(unmerged, merged(ids).logits, 1e-4)
+        assert not torch.allclose(unmerged, expected, rtol=1e-4) and set(merged.state_dict()) == names
+
+
+def test_a_head_that_is_a_matrix_takes_any_adapter():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    adapted = get_peft_model(tiny_model("bhyt"), config).eval()
+    unmerged = adapted(tokens()).logits
+    assert_near(unmerged, adapted.merge_and_unload()(tokens()).logits, 1e-4)
