@@ -99,6 +99,7 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             self.add_module(name, scheme.norm_at(NormSite(place, layer_idx + 1, config)))
         self.carried = config.carried if config.carries_at(layer_idx + 1) else None
         self.train_seq_len = config.train_seq_len or config.max_position_embeddings
+        self.window: int | None = None  # tokens that a token attends to at most; `swap_norms` keeps the model's
         if self.carried:
             self.register_buffer("c_attn", torch.zeros((), dtype=torch.float32))
             self.register_load_state_dict_pre_hook(_note_state_prefix)
@@ -185,12 +186,16 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         return (mean_square * stays + correction * adds) * self.calibration
 
     def carried_correction(self, position_ids: Tensor | None) -> Tensor:
-        """``r = c (lambda_in/kappa)^2``, a constant. For "causal" ``(batch, tokens, 1)``, times T/(t+1) at token t."""
+        """``r = c (lambda_in/kappa)^2``, a constant. For "causal" ``(batch, tokens, 1)``, times T/(t+1) at token t.
+
+        Within a window of w tokens that is T/min(t+1, w).
+        """
         growth = self._growth()
         if self.carried == "causal":
             if position_ids is None:
                 raise NormlabError('carried="causal" needs the tokens\' positions: pass position_ids to the block')
-            growth = growth / (position_ids[..., None] + 1)
+            attended = position_ids[..., None] + 1
+            growth = growth / (attended if self.window is None else attended.clamp(max=self.window))
         return growth
 
     def _growth(self) -> Tensor:
