@@ -48,7 +48,7 @@ def _matrix(linear: Any) -> Tensor:
     try:
         copied.merge()
     except Exception as error:  # of PEFT's
-        raise NormlabError(f"c is of matrices, and an adapter cannot be merged into one: {first_line(error)}") from error
+        raise NormlabError(f"an adapter cannot be merged into a matrix of c: {first_line(error)}") from error
     return whole(copied.weight)
 
 

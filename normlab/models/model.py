@@ -196,8 +196,8 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         """
         if isinstance(getattr(value, "base_layer", None), Head) and not hasattr(value, "parameter_name"):
             raise NormlabError(
-                f"the head of scheme {self.config.scheme} is more than a matrix, and an adapter on it cannot be merged: "
-                f'train it whole, with modules_to_save=["{name}"], or adapt target_parameters=["{name}.weight"]'
+                f"the head of scheme {self.config.scheme} is more than a matrix, no adapter on it can be merged: train "
+                f'it whole, with modules_to_save=["{name}"], or adapt it by target_parameters=["{name}.weight"]'
             )
         super().__setattr__(name, value)
 

@@ -87,8 +87,8 @@ def test_adapters_of_ngpt_and_the_frozen_matrices_below_them_stay_as_they_are_af
     from peft import LoraConfig, get_peft_model
 
     model = fresh_model("ngpt", pad_token_id=None)
-    config = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], modules_to_save=["down_proj"], init_lora_weights=False)
-    adapted = get_peft_model(model, config)
+    options = {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["down_proj"], "init_lora_weights": False}
+    adapted = get_peft_model(model, LoraConfig(r=2, **options))
     copies = {name: p for name, p in adapted.named_parameters() if "down_proj.modules_to_save" in name}
     with torch.no_grad():
         for copy in copies.values():
