@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_line
 from normlab.models.attention_mlp import NormedAttention, NormedMLP, changes_attention, changes_mlp
 from normlab.models.config import NormlabConfig
 from normlab.models.embeddings_head import changes_embeddings, changes_head
@@ -34,14 +36,20 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def _matrix(linear: Any) -> Tensor:
-    """The whole matrix of a linear layer in float32, with PEFT's active adapters added."""
-    matrix = whole(linear.weight).float()
-    if hasattr(linear, "get_delta_weight") and not (linear.merged or linear.disable_adapters):
-        adapters = getattr(linear, linear.adapter_layer_names[0])
-        for name in linear.active_adapters:
-            if name in adapters:
-                matrix = matrix + linear.get_delta_weight(name).float()
-    return matrix
+    """The whole matrix of a linear layer in float32, with PEFT's active adapters merged.
+
+    NormlabError: adapters of a kind that cannot be merged.
+    """
+    is_plain = not hasattr(linear, "base_layer")
+    if is_plain or getattr(linear, "merged", False) or getattr(linear, "disable_adapters", False):
+        return whole(linear.weight).float()
+    hooks: dict[int, Any] = {id(getattr(part, kind)): OrderedDict() for part in linear.modules() for kind in HOOKS}
+    copied = copy.deepcopy(linear, hooks).float()  # nobody's hooks see this copy
+    try:
+        copied.merge()
+    except Exception as error:  # of PEFT's
+        raise NormlabError(f"an adapter cannot be merged into a matrix of c: {first_line(error)}") from error
+    return whole(copied.weight)
 
 
 def _note_state_prefix(block: NormlabDecoderLayer, state_dict: dict[str, Tensor], prefix: str, *unused) -> None:
@@ -91,6 +99,7 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
             self.add_module(name, scheme.norm_at(NormSite(place, layer_idx + 1, config)))
         self.carried = config.carried if config.carries_at(layer_idx + 1) else None
         self.train_seq_len = config.train_seq_len or config.max_position_embeddings
+        self.window: int | None = None  # tokens that a token attends to at most; `swap_norms` keeps the model's
         if self.carried:
             self.register_buffer("c_attn", torch.zeros((), dtype=torch.float32))
             self.register_load_state_dict_pre_hook(_note_state_prefix)
@@ -177,12 +186,16 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         return (mean_square * stays + correction * adds) * self.calibration
 
     def carried_correction(self, position_ids: Tensor | None) -> Tensor:
-        """``r = c (lambda_in/kappa)^2``, a constant. For "causal" ``(batch, tokens, 1)``, times T/(t+1) at token t."""
+        """``r = c (lambda_in/kappa)^2``, a constant. For "causal" ``(batch, tokens, 1)``, times T/(t+1) at token t.
+
+        Within a window of w tokens that is T/min(t+1, w).
+        """
         growth = self._growth()
         if self.carried == "causal":
             if position_ids is None:
                 raise NormlabError('carried="causal" needs the tokens\' positions: pass position_ids to the block')
-            growth = growth / (position_ids[..., None] + 1)
+            attended = position_ids[..., None] + 1
+            growth = growth / (attended if self.window is None else attended.clamp(max=self.window))
         return growth
 
     def _growth(self) -> Tensor:

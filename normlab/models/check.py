@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError, first_line, loads_quietly, of_its_files_size
 from normlab.models.pretrained import model_folder
+from normlab.norms import Norm
 
 PIECE = 2**22  # numbers read at once
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -57,9 +59,11 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Family:
-    """What config.json says: of each gain the norm's class and whether it adds 1; tied weights; the row of padding."""
+    """What config.json says: of each gain the norm's class and whether it adds 1; names that are buffers; tied weights;
+    the row of padding."""
 
     gains: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
     tied: tuple[str, str] | None = None
     padding: int | None = None
     is_quantized: bool = False
@@ -69,11 +73,13 @@ def check(path: str | Path) -> list[str]:
     """Return a line for each fault that a checkpoint's files show; none if they show no fault.
 
         gains        where the family's norm multiplies by w, all are above 1 (stored as 1 + w?) or a fifth are below 0
-                     (as w - 1?). The same of 1 + w where its norm adds the 1. Or one is 1 away from other blocks'.
+                     (as w - 1?). The same of 1 + w where its norm adds the 1. Or one is 1 away from other blocks'. A
+                     gain of one number is not judged, nor by its size one of normlab's norms that starts above 1.
         rows         of a matrix that are zero, or hold one number. Padding's row of an embedding may be zero.
         values       that are not finite
         ties         a head that differs from the embeddings that config.json ties it to
-        dtypes       matrices in several, or vectors of one name in several blocks. A quantized model may have several.
+        dtypes       matrices in several, or vectors of one name in several blocks. A quantized model may have several,
+                     and a model's buffers may have their own.
 
     Args:
         path: a .safetensors file, a folder of one or of its shards, or a model that comes with normlab.
@@ -98,11 +104,13 @@ def check(path: str | Path) -> list[str]:
         family = _family(files[0].parent, [*parts])
         lines = [line for name, part in parts.items() for line in _values_and_rows(name, part, family.padding)]
         is_gain = {name for name, part in parts.items() if name in family.gains or GAIN.search(name)}
-        gains = {name: parts[name].cut[:PIECE].double() for name in is_gain if len(parts[name].shape) == 1}
+        vectors = {name for name in is_gain if len(parts[name].shape) == 1 and parts[name].shape != (1,)}
+        gains = {name: parts[name].cut[:PIECE].double() for name in vectors}
         lines += _gains(dict(sorted(gains.items())), family)
         if family.tied is not None and not _equal(*(parts[name] for name in family.tied)):
             lines.append(f"{family.tied[0]} differs from {family.tied[1]}, and config.json ties them")
-        return lines if family.is_quantized else lines + _dtypes(parts)
+        kept = {name: part for name, part in parts.items() if name not in family.buffers}
+        return lines if family.is_quantized else lines + _dtypes(kept)
 
 
 def _files(path: Path) -> list[Path]:
@@ -145,13 +153,14 @@ def _family(folder: Path, names: list[str]) -> _Family:
     stored = {f"{prefix}{name}": name for name in names} | {name: name for name in names}
     text = config.get_text_config()
     result = _Family(padding=getattr(text, "pad_token_id", None), is_quantized="quantization_config" in written)
+    result.buffers = {stored[name] for name, _ in model.named_buffers() if name in stored}
     adds: dict[type, bool | None] = {}
     modules = {module: name for name, module in model.named_modules()}
     for module, name in modules.items():
         weight, kind = getattr(module, "weight", None), type(module)
         is_norm = "norm" in kind.__name__.lower() or GAIN.search(f"{name}.weight")
         if f"{name}.weight" in stored and is_norm and isinstance(weight, Tensor) and weight.ndim == 1:
-            if kind not in adds:
+            if kind not in adds or isinstance(module, Norm):
                 adds[kind] = _adds_one(module)
             if (one := adds[kind]) is not None:
                 result.gains[stored[f"{name}.weight"]] = kind.__name__, one
@@ -164,13 +173,20 @@ def _family(folder: Path, names: list[str]) -> _Family:
 
 
 def _adds_one(norm: nn.Module) -> bool | None:
-    """True if a norm multiplies by 1 + w: its output is not zero where all its parameters are. None if not known."""
+    """True if a norm multiplies by 1 + w: its output depends on its input where w is zero. None if not known.
+
+    A norm of normlab's says it. None if its gain starts above 1, where the size shows nothing.
+    """
+    if isinstance(norm, Norm):
+        return None if norm.starts.get("weight", 1.0) > 1 else norm.centre == 1.0
     with suppress(Exception), torch.no_grad():
         tried = copy.deepcopy(norm).to_empty(device="cpu")
-        for parameter in tried.parameters():
-            parameter.zero_()
+        for tensor in chain(tried.parameters(), tried.buffers()):
+            tensor.fill_(1)
         weight: Any = tried.weight
-        return bool(tried(torch.arange(1.0, 1.0 + len(weight))[None, None]).any())
+        x = torch.arange(1.0, 1.0 + len(weight.zero_()))
+        one, other = tried(torch.stack([x, x.flip(0)])[None])[0]
+        return not torch.equal(one, other)  # a bias is the same for both
     return None
 
 

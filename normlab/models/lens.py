@@ -57,7 +57,7 @@ class NormBridge(GeneralizedComponent):
             self.hook_scale = HookPoint()
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, return_mean_square: bool = False) -> Any:
-        """Call the norm. An edit of `hook_scale` changes the statistic that it uses."""
+        """Call the norm. An edit of `hook_scale`, in place too, changes the statistic that it uses."""
         norm: Any = self.original_component
         x = self.hook_in(x)
         options: dict[str, Any] = {} if mean_square is None else {"mean_square": mean_square}
@@ -65,8 +65,10 @@ class NormBridge(GeneralizedComponent):
             if self.hook_scale.has_hooks(dir="both"):
                 used = exact_mean_square(x) if mean_square is None else mean_square
                 scale = (used + norm.eps).sqrt()
-                hooked = self.hook_scale(scale)
-                if hooked is not scale or self.hook_scale.has_hooks(dir="bwd"):
+                shown = scale.clone()  # which a hook may write to
+                hooked = self.hook_scale(shown)
+                is_edited = hooked is not shown or not torch.equal(hooked, scale)
+                if is_edited or self.hook_scale.has_hooks(dir="bwd"):
                     options["mean_square"] = hooked.square() - norm.eps
             if return_mean_square:
                 y, ms = norm(x, return_mean_square=True, **options)

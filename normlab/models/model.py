@@ -189,6 +189,18 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
         resized = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
         return old_lm_head.with_rows_of(resized) if isinstance(old_lm_head, Head) else resized
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. A head that does more than multiply by its matrix takes no adapter that adds to its output.
+
+        NormlabError: such an adapter. Merged into the matrix it would give other logits.
+        """
+        if isinstance(getattr(value, "base_layer", None), Head) and not hasattr(value, "parameter_name"):
+            raise NormlabError(
+                f"the head of scheme {self.config.scheme} is more than a matrix, no adapter on it can be merged: train "
+                f'it whole, with modules_to_save=["{name}"], or adapt it by target_parameters=["{name}.weight"]'
+            )
+        super().__setattr__(name, value)
+
     def refresh_carried(self) -> None:
         """Recompute BHyT's c from the present weights in every block that carries a statistic."""
         refresh_carried(self)

@@ -91,6 +91,7 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         )
     for index, block in enumerate(blocks):
         blocks[index] = _rebuild(block, config, index)
+        blocks[index].window = _window(block.self_attn, model.config)
     base.norm = _take_gain(base.norm, row.norm_at(NormSite("final", len(blocks) + 1, config)))
     if config.carried == "causal" and row.carries_statistic:
         base.register_forward_pre_hook(_count_positions, with_kwargs=True)
@@ -104,6 +105,16 @@ def _count_positions(base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         kwargs = kwargs | {"position_ids": positions}
     return args, kwargs
+
+
+def _window(attention: nn.Module, config: Any) -> int | None:
+    """How many tokens a token attends to at most. Mistral's attention reads it from the configuration alone.
+
+    Llama's keeps a field that it does not know, and ignores it.
+    """
+    known = getattr(config, "sliding_window", None) if hasattr(type(config)(), "sliding_window") else None
+    found: int | None = getattr(attention, "sliding_window", known)
+    return found
 
 
 def _llama_fields(source: Any, scheme: str, fields: dict[str, Any]) -> NormlabConfig:

@@ -342,10 +342,13 @@ def complete_p_rates(name: str, dimensions: int, config: Any) -> Rate:
 def unit_matrices(model: nn.Module) -> None:
     """Scale every matrix to unit length along the residual stream's axis (nGPT, 2410.01131).
 
-    That is rows that read the stream, and columns that write it.
+    That is rows that read the stream, and columns that write it. Frozen matrices stay, and those that PEFT puts beside
+    a matrix.
     """
+    adapted = [f"{path}." for path, module in model.named_modules() if hasattr(module, "base_layer")]
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
-            axis = 0 if name.split(".")[-2] in WRITING else 1
+        is_added = any(name.startswith(path) and not name.startswith(f"{path}base_layer.") for path in adapted)
+        if parameter.dim() == 2 and parameter.requires_grad and not is_added:
+            axis = 0 if any(part in WRITING for part in name.split(".")) else 1
             length = torch.linalg.vector_norm(parameter.float(), dim=axis, keepdim=True)
             parameter.div_(length.clamp_min(1e-12).to(parameter.dtype))  # the padding token's row is 0

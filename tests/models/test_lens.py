@@ -111,6 +111,32 @@ def test_an_edited_scale_takes_effect_and_a_frozen_one_changes_nothing(scheme, i
     assert not torch.allclose(doubled, plain, atol=1e-3) and torch.allclose(frozen, plain, atol=1e-4)
 
 
+@pytest.mark.parametrize("site", ["blocks.0.ln1", "blocks.2.ln2", "ln_final"])
+def test_a_scale_that_a_hook_writes_to_is_an_edited_one(site, ids):
+    bridge = to_bridge(build("bhyt"))
+
+    def halved(value, hook):
+        value.mul_(0.5)
+        return value
+
+    def one_token(value, hook):
+        value[:, 3] = 5.0
+
+    def written(value, hook):
+        value = value.clone()
+        value[:, 3] = 5.0
+        return value
+
+    def logits(edit):
+        return bridge.run_with_hooks(ids, fwd_hooks=[(f"{site}.hook_scale", edit)])
+
+    for in_place, other in ((halved, lambda value, hook: value * 0.5), (one_token, written)):
+        expected, plain = logits(other), bridge(ids)
+        assert torch.equal(logits(in_place), expected) and not torch.allclose(expected, plain, atol=1e-3)
+    embeddings = bridge.embed.original_component.weight
+    assert torch.equal(*(torch.autograd.grad(logits(edit).sum(), embeddings)[0] for edit in (written, one_token)))
+
+
 def test_backward_hooks_on_the_scale_see_its_gradient_and_keep_the_logits(ids):
     bridge = to_bridge(build("bhyt"))
     seen = []

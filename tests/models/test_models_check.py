@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from model_helpers import fresh_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from normlab.cli import main
 from normlab.errors import NormlabError
 from normlab.models import check as module
 from normlab.models.check import check
+from normlab.norms import BHyT
+from normlab.schemes import SCHEMES
 
 Weights = dict[str, torch.Tensor]
 SHAPE: dict[str, Any] = dict(
@@ -87,6 +91,57 @@ def test_a_model_without_a_fault_has_no_line(family, tmp_path, capsys):
     assert main(["check", str(folder)]) == 0 and capsys.readouterr().out == f"{folder}: no fault found\n"
     nan = spoiled(folder, tmp_path / "nan", lambda weights: weights[UP].fill_(math.nan))
     assert main(["check", str(nan)]) == 1 and capsys.readouterr().out.startswith(f"{UP}: 384 of 384 values")
+
+
+QUICK = ("bhyt", "dyt", "pre_rmsnorm_fixed", "scalenorm", "unified_norm")  # a kind of gain or buffer each
+
+
+@pytest.mark.parametrize(
+    "scheme", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES]
+)
+def test_models_of_every_scheme_have_no_fault(scheme, tmp_path):
+    for fields, dtype in (({}, torch.bfloat16), ({"zero_centred": True}, torch.float32)):
+        model = fresh_model(scheme, **fields)
+        with torch.no_grad():
+            for parameter in model.parameters():  # as trained: a matrix that starts at 0, too
+                parameter += 0.03 * parameter.abs().mean().clamp(min=1) * torch.randn_like(parameter)
+        model.to(dtype).save_pretrained(tmp_path / str(dtype))
+        assert check(tmp_path / str(dtype)) == [], fields
+
+
+def test_a_gain_that_starts_above_1_is_not_judged_by_its_size(tmp_path):
+    fresh_model("bhyt", gamma0=3.0, lam_last=1.0).save_pretrained(tmp_path)
+    assert check(tmp_path) == []
+
+
+class Bounded(nn.Module):
+    """A norm of one's own: a gain, perhaps around 1, a slope inside the tanh, a fixed size, a bias."""
+
+    def __init__(self, one: float) -> None:
+        super().__init__()
+        self.one = one
+        self.weight, self.alpha, self.shift = (nn.Parameter(torch.zeros(n)) for n in (8, 1, 8))
+        self.register_buffer("size", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.one + self.weight) * self.size * torch.tanh(self.alpha * x) + self.shift
+
+
+@pytest.mark.parametrize(
+    ("norm", "adds"),
+    [
+        (lambda: Bounded(1.0), True),
+        (lambda: Bounded(0.0), False),
+        (lambda: nn.LayerNorm(8), False),
+        (lambda: BHyT(8, 1.0, 5.0), False),
+        (lambda: nn.GroupNorm(2, 4), None),
+    ],
+)
+def test_whether_a_norm_adds_1_is_told_with_no_value_of_its_own(norm, adds):
+    """Memory that nobody wrote to may hold anything."""
+    with torch.device("meta"):
+        built = norm()
+    assert module._adds_one(built) is adds
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,29 @@ def test_padding_on_the_left_changes_no_logit_of_a_swapped_model_that_counts_pos
     assert_near(found, model(IDS).logits.double(), 1e-5, "padded")
 
 
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "fields", "last"),
+    [
+        (MistralConfig, MistralForCausalLM, {}, [4, 4, 4]),
+        (Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": True, "max_window_layers": 1}, [12, 4, 4]),
+        (Qwen2Config, Qwen2ForCausalLM, {}, [12, 12, 12]),
+        (LlamaConfig, LlamaForCausalLM, {}, [12, 12, 12]),  # which ignores the field
+    ],
+)
+def test_a_swapped_models_correction_is_over_the_tokens_that_a_token_attends_to(
+    config_class, model_class, fields, last
+):
+    config = config_class(**LLAMA, sliding_window=4, **fields, attn_implementation="eager")
+    model = swap_norms(model_class(config).eval(), "bhyt", carried="causal", train_seq_len=24)
+    attentions = model(IDS, output_attentions=True).attentions
+    for layer, weights, most in zip(model.model.layers, attentions, last, strict=True):
+        attended = (weights[0, 0] > 0).sum(-1)
+        assert attended.tolist() == [min(t + 1, most) for t in range(12)]
+        uniform = layer.c_attn * layer.input_layernorm.slope**2
+        found = layer.carried_correction(torch.arange(12)[None])[0, :, 0]
+        assert_near(found, uniform * 24 / attended, 1e-6)
+
+
 JOINING = [name for name, row in SCHEMES.items() if row.changes_blocks_only and row.residual is not None]
 
 

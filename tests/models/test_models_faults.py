@@ -26,7 +26,7 @@ from model_helpers import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from normlab import NormlabForCausalLM
+from normlab import NormlabError, NormlabForCausalLM
 from normlab.models import NormlabDecoderLayer
 from normlab.norms import BHyT, DyT, RMSNorm
 
@@ -340,15 +340,35 @@ def test_fault_6_a_constant_remembered_from_before_a_copy_through_data():
     assert_bits(model.eval()(ids).logits, new(ids).logits)
 
 
-def test_c_counts_the_adapters_of_lora():
-    from peft import LoraConfig, get_peft_model
+def _adapter(kind):
+    import peft
+
+    targets = {"target_modules": ["v_proj", "o_proj"]}
+    lora = {"r": 2, "init_lora_weights": False, **targets}
+    return {
+        "LoRA": lambda: peft.LoraConfig(**lora),
+        "DoRA": lambda: peft.LoraConfig(use_dora=True, **lora),
+        "IA3": lambda: peft.IA3Config(feedforward_modules=[], **targets),
+        "OFT": lambda: peft.OFTConfig(r=2, oft_block_size=0, use_cayley_neumann=False, **targets),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "IA3", "OFT"])
+def test_c_counts_the_adapters_of_peft(kind):
+    """Those that add to a matrix, scale its rows, or turn it."""
+    from peft import get_peft_model
 
     model = tiny_model("bhyt")
-    adapted = get_peft_model(model, LoraConfig(target_modules=["v_proj", "o_proj"], r=2))
+    adapted = get_peft_model(model, _adapter(kind))
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "oft_R" in name:
             torch.nn.init.normal_(parameter, std=0.3)
+        elif "magnitude" in name or "ia3_l" in name:
+            parameter.data *= 1.5
+    state = {name: tensor.clone() for name, tensor in adapted.state_dict().items() if not name.endswith("c_attn")}
     model.refresh_carried()
+    for name, tensor in state.items():
+        assert_bits(adapted.state_dict()[name], tensor, name)
     with_adapters = constants(model)
     with adapted.disable_adapter():
         model.refresh_carried()
@@ -356,4 +376,44 @@ def test_c_counts_the_adapters_of_lora():
     merged = adapted.merge_and_unload()
     merged.refresh_carried()
     assert_near(with_adapters, constants(merged), 1e-5)
-    assert (with_adapters > 1.05 * without).all()
+    assert ((with_adapters - without).abs() > 0.02 * without).all()
+
+
+def test_c_of_matrices_with_an_adapter_that_cannot_be_merged_is_refused(monkeypatch):
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("bhyt")
+    get_peft_model(model, LoraConfig(target_modules=["v_proj"]))
+
+    def merge(self, **options):
+        raise ValueError("a mixture\nof tokens")
+
+    monkeypatch.setattr(type(model.model.layers[0].self_attn.v_proj), "merge", merge)
+    with pytest.raises(NormlabError, match="^an adapter cannot be merged into a matrix of c: a mixture$"):
+        model.refresh_carried()
+
+
+@pytest.mark.parametrize("scheme", ["complete_p", "fixnorm", "fixup", "ngpt", "osp_rmsnorm"])
+def test_a_head_that_is_more_than_a_matrix_takes_adapters_that_can_be_merged_only(scheme):
+    from peft import LoraConfig, get_peft_model
+
+    with pytest.raises(NormlabError, match=f"the head of scheme {scheme} is more than a matrix, .* modules_to_save"):
+        get_peft_model(tiny_model(scheme), LoraConfig(target_modules=["lm_head"]))
+    ids, expected = tokens(), tiny_model(scheme)(tokens()).logits
+    names = set(tiny_model(scheme).state_dict())
+    options = {"r": 2, "init_lora_weights": False}
+    for wanted in ({"modules_to_save": ["lm_head"]}, {"target_parameters": ["lm_head.weight"]}):
+        adapted = get_peft_model(tiny_model(scheme), LoraConfig(target_modules=["k_proj"], **wanted, **options)).eval()
+        unmerged = adapted(ids).logits
+        merged = adapted.merge_and_unload()
+        assert_near(unmerged, merged(ids).logits, 1e-4)
+        assert not torch.allclose(unmerged, expected, rtol=1e-4) and set(merged.state_dict()) == names
+
+
+def test_a_head_that_is_a_matrix_takes_any_adapter():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    adapted = get_peft_model(tiny_model("bhyt"), config).eval()
+    unmerged = adapted(tokens()).logits
+    assert_near(unmerged, adapted.merge_and_unload()(tokens()).logits, 1e-4)

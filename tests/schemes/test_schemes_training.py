@@ -83,6 +83,31 @@ def test_every_matrix_of_ngpt_has_unit_length_along_the_stream_from_the_start_an
     assert model.decay_parameter_names() == []
 
 
+def test_adapters_of_ngpt_and_the_frozen_matrices_below_them_stay_as_they_are_after_a_step():
+    from peft import LoraConfig, get_peft_model
+
+    model = fresh_model("ngpt", pad_token_id=None)
+    options = {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["down_proj"], "init_lora_weights": False}
+    adapted = get_peft_model(model, LoraConfig(r=2, **options))
+    copies = {name: p for name, p in adapted.named_parameters() if "down_proj.modules_to_save" in name}
+    with torch.no_grad():
+        for copy in copies.values():
+            copy.mul_(1.3)
+    before = {name: p.clone() for name, p in adapted.named_parameters()}
+    model.after_step(1, 10)
+    for name, p in adapted.named_parameters():
+        if name in copies:  # trained whole
+            assert_near(torch.linalg.vector_norm(p, dim=0), torch.ones(p.shape[1]), 1e-5)
+        else:
+            assert_bits(p, before[name], name)
+    assert len(copies) == 3
+    for name, p in adapted.named_parameters():
+        p.requires_grad_("base_layer" in name).data.mul_(1.3)
+    model.after_step(2, 10)
+    columns = adapted.get_submodule("model.model.layers.1.self_attn.o_proj.base_layer").weight
+    assert_near(torch.linalg.vector_norm(columns, dim=0), torch.ones(32), 1e-5)
+
+
 def test_completep_learns_by_width_and_depth():
     fields = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 5}
     model = fresh_model("complete_p", **fields)
