@@ -355,7 +355,8 @@ def observe(
         mask: what masks padding, as for `record`.
         optimizer: Adam or AdamW, whose updates and moments are read too, by block: `update_ratio`, `first_moment`,
             `second_moment` (`normlab.probes.updates`). They are of the step as it was taken, whether a scheduler steps
-            before `observer.step` or after it. Of another optimizer they are left out, with a warning.
+            before `observer.step` or after it. Of another optimizer they are left out, with a warning, and of blocks of
+            which another one trains a part, as Muon the matrices.
 
     Raises:
         NormlabError: `every` or `accumulate` is not a whole number from 1; an unknown metric; no folder for `path`.
@@ -420,7 +421,7 @@ class Observer:
             self._recorder.known |= self._known
             self._recorder.settled = self._settled
             self._recorder.__enter__()
-            self._updates = None if self._optimizer is None else Updates(self._optimizer)
+            self._updates = None if self._optimizer is None else Updates(self._optimizer, self.sites)
 
     def pause(self) -> bool:
         """Stop recording, all micro-batches being in. True if the step is measured."""
@@ -454,7 +455,7 @@ class Observer:
             absent = stats.manifest["absent"] | ({} if without is None else {"weights": without})
             tables = [layers, weights]
             if self._updates is not None:
-                rows, without = self._updates.measure(self.sites, step)
+                rows, without = self._updates.measure(step)
                 absent |= {} if without is None else {"updates": without}
                 tables += [pandas.DataFrame(rows, columns=COLUMNS)] * bool(rows)
             self.readings.add(_joined(tables))

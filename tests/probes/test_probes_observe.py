@@ -530,14 +530,16 @@ def test_the_optimizer_is_left_as_it_was(closes):
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters())
     observer = normlab.observe(model, every=2, metrics=["rms"], optimizer=optimizer)
-    assert optimizer._optimizer_step_post_hooks
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    weights = [*model.model.layers.parameters()]
+    assert all(hooks) and all(weight._post_accumulate_grad_hooks for weight in weights)
     model(**token_batch()).loss.backward()
     optimizer.step()
     if closes:
         observer.close()
     else:
         observer.step(1.0, 0)
-    assert not optimizer._optimizer_step_post_hooks
+    assert not any(hooks) and not any(weight._post_accumulate_grad_hooks for weight in weights)
 
 
 def test_a_parameter_on_which_no_step_was_taken_has_no_update():
@@ -556,6 +558,82 @@ def test_a_parameter_on_which_no_step_was_taken_has_no_update():
     size = sum(p.detach().square().sum() for p in block.parameters())
     table = observer.to_pandas().set_index(["metric", "layer", "step"])["value"]
     assert table["update_ratio", 1, 1] == pytest.approx(float((moved / size).sqrt()), rel=1e-4)
+
+
+def updates_of(prepare, steps: int = 4, of: int = 2) -> tuple[list, list, dict]:
+    """`update_ratio` of a block, what it moved in each step, and `absent`; `prepare(step, model, adam)` before each."""
+    model = tiny_llama()
+    block = model.model.layers[of - 1]
+    adam = torch.optim.Adam([{"params": [*layer.parameters()]} for layer in model.model.layers], lr=1e-2)
+    expected = []
+    with normlab.observe(model, every=1, metrics=["rms"], optimizer=adam) as observer:
+        for step in range(steps):
+            prepare(step, model, adam)
+            model(**token_batch()).loss.backward()
+            before = [p.detach().clone() for p in block.parameters()]
+            adam.step()
+            model.zero_grad()
+            observer.step(1.0, step)
+            moved = sum((p.detach() - w).square().sum() for p, w in zip(block.parameters(), before, strict=True))
+            expected.append(float((moved / sum(p.detach().square().sum() for p in block.parameters())).sqrt()))
+    rows = observer.to_pandas().query("metric == 'update_ratio' and layer == @of")
+    return rows["value"].tolist(), expected, observer.absent
+
+
+@pytest.mark.parametrize("how", ["cleared", "rolled back"])
+def test_an_update_is_the_step_also_where_the_state_was_another_before_it(how):
+    kept = []
+
+    def prepare(step, model, adam):
+        if step == 1:
+            kept.append(copy.deepcopy(adam.state_dict()))
+        elif step == 3 and how == "cleared":
+            adam.state.clear()
+        elif step == 3:
+            adam.load_state_dict(kept[0])
+
+    found, expected, absent = updates_of(prepare)
+    assert found == pytest.approx(expected, rel=1e-4) and len(found) == 4 and min(found) > 0 and not absent
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_a_group_that_leaves_the_optimizer_leaves_its_block_out_alone(of):
+    def prepare(step, model, adam):
+        if step == 2:
+            adam.param_groups.pop(0)
+
+    with pytest.warns(UserWarning, match="updates are left out: the optimizer has 0 of the .* numbers of block 1 that"):
+        found, expected, absent = updates_of(prepare, of=of)
+    expected = expected[: 2 if of == 1 else 4]
+    assert found == pytest.approx(expected, rel=1e-4) and "in none of its groups" in absent["updates"]
+
+
+@pytest.mark.parametrize("order", ["its step first", "the other's first"])
+def test_updates_of_a_block_that_two_optimizers_train_are_left_out_and_told_once(order):
+    model = tiny_llama()
+    layers = model.model.layers
+    gains, matrices = ([p for p in layers.parameters() if (p.ndim == 2) is wide] for wide in (False, True))
+    adam, other = torch.optim.AdamW([*gains, *model.lm_head.parameters()]), torch.optim.SGD(matrices, lr=1e-2)
+    with normlab.observe(model, every=1, metrics=["rms"], optimizer=adam) as observer:
+        for step in range(3):
+            layers.requires_grad_(step < 2)
+            for gain in gains:
+                gain.requires_grad_(True)
+            model(**token_batch()).loss.backward()
+            for one in (adam, other) if order == "its step first" else (other, adam):
+                one.step()
+                one.zero_grad()
+            if step == 0:
+                with pytest.warns(UserWarning) as told:
+                    observer.step(1.0, step)
+            else:
+                observer.step(1.0, step)
+    (warning,) = told
+    held, others = (sum(p.numel() for p in part if p in {*layers[0].parameters()}) for part in (gains, matrices))
+    words = f"the optimizer has {held:,} of the {held + others:,} numbers of block 1 that are trained"
+    assert f"step 0: updates are left out: {words}" in str(warning.message) and words in observer.absent["updates"]
+    rows = observer.to_pandas().query("metric in ['update_ratio', 'first_moment', 'second_moment']")
+    assert set(rows["step"]) == {2} and len(rows) == 9  # of the matrices being frozen
 
 
 def test_moments_are_those_of_the_gradients():
