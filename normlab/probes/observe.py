@@ -406,6 +406,7 @@ class Observer:
         self._trains = any(metric.kind == "gradient" for metric in resolve_metrics(metrics))
         self._forgives = False
         self._told: set[str] = set()
+        self._ended = -1  # the step that ended last
         self._known: dict[nn.Module, KnownBlock] = {}  # what norms are, of blocks that have added up
         self._settled = unsettled()  # how the loss averages
         self._updates: Updates | None = None  # of the step that is measured
@@ -430,10 +431,17 @@ class Observer:
         return self._recorder is not None
 
     def end(self, step: int) -> bool:
-        """Keep what a measured step holds, merged over ranks. True if it was measured."""
+        """Keep what a measured step holds, merged over ranks. True if it was measured.
+
+        A step before the one that ended last begins another branch: what was read from it on is dropped.
+        """
         import pandas
 
         is_measured = self.pause()
+        if step < self._ended or (is_measured and step == self._ended):
+            warnings.warn(f"step {step} follows step {self._ended}: readings from step {step} on are dropped", stacklevel=3)
+            self.readings.forget(step)
+        self._ended = step
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             self._known = {module: known for module, known in recorder.known.items() if known.sites is not None}
@@ -479,7 +487,8 @@ class Observer:
     def step(self, loss: float | Tensor, step: int) -> None:
         """End optimizer step number `step` and begin the next.
 
-        A spike of `loss`, or one that is not finite, is explained at once (`spike`).
+        A spike of `loss`, or one that is not finite, is explained at once (`spike`). A training that goes back to an
+        earlier step drops what was read from that step on, with a warning. So the number counts on over epochs.
         """
         self.end(step)
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)

@@ -425,6 +425,25 @@ def test_readings_that_are_forgotten_take_what_was_absent_with_them():
     assert readings.absent == {"mlp 1": "at 0"}
 
 
+@pytest.mark.parametrize(("every", "back", "kept"), [(1, 3, [0, 1, 2, 3]), (2, 3, [0, 2]), (1, 5, [0, 1, 2, 3, 4, 5])])
+def test_a_training_that_goes_back_drops_the_branch_that_it_leaves(every, back, kept):
+    model, batch = tiny_llama(), token_batch()
+    with torch.no_grad(), normlab.observe(model, every=every, metrics=["rms"]) as observer:
+        for step in range(6):
+            model(**batch)
+            observer.step(2.0, step)
+        observer.readings.add_absent(4, {"weights": "as of step 4"})
+        observer.begin(back)
+        model.model.layers[0].mlp.down_proj.weight.mul_(2.0)
+        model(**batch)
+        with pytest.warns(UserWarning, match=f"step {back} follows step 5: readings from step {back} on") as told:
+            observer.step(2.0, back)
+    table = observer.to_pandas()
+    assert table["step"].drop_duplicates().tolist() == kept and not table.duplicated(KEYS).any()
+    assert set(observer.explain().history["step"]) == set(kept) and told[0].filename == __file__
+    assert observer.absent.keys() == ({"weights"} if back == 5 else set())
+
+
 # --- Adam's updates --------------------------------------------------------------------------------------------------
 
 ADAMS = {
