@@ -276,12 +276,13 @@ def _scores(series: pandas.DataFrame) -> pandas.DataFrame:
 def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
     """`parameter_rms` in each block, and why weights are left out if some are.
 
-    A number in a name is a star: of experts it is the mean.
+    Of modules that are alike, as experts, it is their mean, and their number in the name is a star.
     """
     import pandas
 
     rows, without = [], None
     for block in where.blocks:
+        starred = _starred(block.module)
         for name, parameter in block.module.named_parameters():
             path, _, own = name.rpartition(".")
             weight = _stored(block.module.get_submodule(path), own, parameter)
@@ -290,10 +291,28 @@ def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
             elif weight.is_floating_point() and weight.numel():
                 norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)
                 norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
-                site = re.sub(r"\.\d+\.", ".*.", name)
+                site = f"{starred[path]}.{own}".removeprefix(".")
                 rows.append((step, site, block.layer, "parameter_rms", "all", norm.item() / weight.numel() ** 0.5))
     table = pandas.DataFrame(rows, columns=COLUMNS)
     return table.groupby(COLUMNS[:-1], sort=False, as_index=False).mean(), without
+
+
+def _starred(block: nn.Module) -> dict[str, str]:
+    """The names of a block's modules, by those names without a star: one for each number of a list of modules alike.
+
+    Alike are modules of one class whose parameters have the same names and shapes. Those of an `nn.Sequential` run one
+    after the other, and are none.
+    """
+    names = {"": ""}
+    for path, module in block.named_modules(remove_duplicate=False):
+        children = dict(module.named_children())
+        kinds = {(type(m), tuple((name, p.shape) for name, p in m.named_parameters())) for m in children.values()}
+        is_list = not isinstance(module, nn.Sequential) and all(name.isdecimal() for name in children)
+        are_alike = is_list and len(children) > 1 and len(kinds) == 1
+        for name in module._modules:
+            place, shown = f"{path}.{name}", f"{names[path]}.{'*' if are_alike else name}"
+            names[place.removeprefix(".")] = shown.removeprefix(".")
+    return names
 
 
 def _stored(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
@@ -439,7 +458,8 @@ class Observer:
 
         is_measured = self.pause()
         if step < self._ended or (is_measured and step == self._ended):
-            warnings.warn(f"step {step} follows step {self._ended}: readings from step {step} on are dropped", stacklevel=3)
+            words = f"step {step} follows step {self._ended}: readings from step {step} on are dropped"
+            warnings.warn(words, stacklevel=3)
             self.readings.forget(step)
         self._ended = step
         if self._recorder is not None:

@@ -159,6 +159,41 @@ def test_weights_on_the_meta_device_are_read_where_they_are_kept_or_left_out_wit
         assert weights(without).equals(weights(whole))
 
 
+class Sizes(torch.nn.Module):
+    """A block of parts with numbers in their names: alike and not."""
+
+    def __init__(self):
+        super().__init__()
+        width, nn = X.shape[-1], torch.nn
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 5), nn.Linear(5, width)) for _ in range(3))
+        self.pair = nn.ModuleList([nn.Linear(width, 5), nn.Linear(5, width)])
+        self.kinds = nn.ModuleList([nn.LayerNorm(width), nn.RMSNorm(width)])
+        self.one = nn.ModuleList([nn.RMSNorm(width)])
+
+    def forward(self, x):
+        x = x + self.mlp(x) + self.pair[1](self.pair[0](x)) + sum(expert(x) for expert in self.experts)
+        return x + sum(norm(x) for norm in (*self.kinds, *self.one))
+
+
+def test_only_modules_that_are_alike_share_a_row_of_weights():
+    def all_tokens(call):
+        return torch.ones(X.shape[:2])
+
+    model = Stack(Sizes, Sizes)
+    with torch.no_grad(), normlab.observe(model, every=1, metrics=["rms"], mask=all_tokens) as observer:
+        for number, p in enumerate(model.parameters(), 1):
+            p.copy_(number * p.sign() + 0.1)
+        model(X)
+        observer.step(1.0, 0)
+    table = observer.to_pandas().query("metric == 'parameter_rms' and layer == 2").set_index("site")["value"]
+    sizes = {name: float(p.detach().square().mean().sqrt()) for name, p in model.layers[1].named_parameters()}
+    expected = {name: size for name, size in sizes.items() if "experts" not in name}
+    for part in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        expected[f"experts.*.{part}"] = sum(sizes[f"experts.{expert}.{part}"] for expert in range(3)) / 3
+    assert table.to_dict() == pytest.approx(expected, rel=1e-5) and len(expected) == 16
+
+
 def test_values_that_are_not_finite_leave_at_once_and_training_goes_on():
     model = tiny_llama()
     with normlab.observe(model, every=1) as observer:
