@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from normlab.files import whole_file
@@ -62,6 +62,20 @@ class UpdateRatio:
         return dict(zip(self._before, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
 
 
+def _sums(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """The sum of each matrix that is trained, which is another after a step."""
+    trained = (p for p in model.parameters() if p.requires_grad and p.ndim >= 2 and not p.is_meta)
+    parts = {p: p.detach().to_local() if isinstance(p, DTensor) else p.detach() for p in trained}
+    return {p: part.sum(dtype=torch.float32) for p, part in parts.items() if part.is_floating_point()}
+
+
+def _have_changed(before: dict[nn.Parameter, Tensor], model: nn.Module) -> bool:
+    """True if matrices have another sum than before."""
+    now = _sums(model)
+    pairs = [torch.stack([before[p], now[p]]).cpu() for p in now if p in before]
+    return any(not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
+
+
 class LayerStatsCallback(TrainerCallback):
     """Layer statistics of the training batch every so many steps, in any `transformers.Trainer`.
 
@@ -80,7 +94,9 @@ class LayerStatsCallback(TrainerCallback):
     warning too, as of `observe`.
 
     The table also holds `update_ratio`, |w' - w| / |w| of each matrix, w before the step and w' after it, weight decay
-    included. Its site is the parameter's name. That of `observe` is of a block and without weight decay.
+    included. Its site is the parameter's name. That of `observe` is of a block and without weight decay. Where weights
+    change before the optimizer's step it is left out, with a warning. So they do where the step is taken in the
+    backward pass (DeepSpeed, LOMO, the layerwise optimizers).
 
     A logged loss that is a spike adds `loss_spike` at site "model", in standard deviations above the recent losses.
 
@@ -123,6 +139,8 @@ class LayerStatsCallback(TrainerCallback):
         self._parts = 1  # micro-batches of the present step
         self._readings = Readings(path=None if last is None else Path(last))
         self._ratio: UpdateRatio | None = None
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of the matrices when the step began
+        self._has_stepped = False  # they have changed before the optimizer's step
         self._trackers = Trackers()
         self._spikes = LossSpikes()
 
@@ -158,6 +176,7 @@ class LayerStatsCallback(TrainerCallback):
             args.gradient_accumulation_steps, state.global_step, kwargs.get("train_dataloader")
         )
         self._observer.begin(state.global_step)
+        self._sums = _sums(model) if self._wants_ratio and state.global_step % self._every == 0 else {}
 
     def _summed_loss_factor(self, args: Any, optimizer: Any, inputs: CallInputs) -> Any:
         """Factor from the gradient that arrives to the summed loss's: labels, times what the Trainer divides by.
@@ -176,6 +195,7 @@ class LayerStatsCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Stop recording once all micro-batches are in, and remember the weights."""
         if self._observer is not None and self._observer.pause() and self._wants_ratio and model is not None:
+            self._has_stepped = _have_changed(self._sums, model)
             self._ratio = UpdateRatio(model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -184,9 +204,13 @@ class LayerStatsCallback(TrainerCallback):
         if self._observer is None or not self._observer.end(step):
             return
         if self._ratio is not None:
-            measured = self._ratio.measure()
-            self._readings.add_rows(step, list(measured), "update_ratio", list(measured.values()))
+            measured = self._ratio.measure()  # on all ranks alike
             self._ratio = None
+            if self._has_stepped:
+                why = "the weights change before the optimizer's step, as where it is taken in the backward pass"
+                self._observer.leave_out(step, {"update_ratio": why})
+            else:
+                self._readings.add_rows(step, list(measured), "update_ratio", list(measured.values()))
         if state.is_world_process_zero:
             report_to = args.report_to if isinstance(args.report_to, list) else [args.report_to]
             table = self.to_pandas()

@@ -46,7 +46,10 @@ PLACES = (
     "block", "block_out", "final_norm_in",
 )  # fmt: skip
 # What is told of `absent`: what is left out of all blocks, and what makes numbers others than their names say.
-LEFT_OUT = {GRADIENTS: "gradients of a forward pass", "weights": "weights", "updates": "updates"}
+LEFT_OUT = {
+    GRADIENTS: "gradients of a forward pass", "weights": "weights", "updates": "updates",
+    "update_ratio": "update ratios",
+}  # fmt: skip
 MISLEADING = ("padding by ", "tokens ", "stream after ", "mask no_first")
 
 
@@ -487,14 +490,17 @@ class Observer:
                 absent |= {} if without is None else {"updates": without}
                 tables += [pandas.DataFrame(rows, columns=COLUMNS)] * bool(rows)
             self.readings.add(_joined(tables))
-            self.readings.add_absent(step, absent)
-            self._tell(step, absent)
+            self.leave_out(step, absent)
             # Of several ranks none may leave out a step alone: the others would wait for it.
             self._forgives = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         return is_measured
 
-    def _tell(self, step: int, absent: Mapping[str, str]) -> None:
-        """Warn once of what is left out for all blocks, and of what makes a number another than its name says."""
+    def leave_out(self, step: int, absent: Mapping[str, str]) -> None:
+        """Note what could not be measured at a step, and why.
+
+        Warn once of what is left out for all blocks, and of what makes a number another than its name says.
+        """
+        self.readings.add_absent(step, absent)
         for place, why in absent.items():
             if place not in LEFT_OUT and not place.startswith(MISLEADING):
                 continue

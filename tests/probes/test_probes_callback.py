@@ -9,6 +9,7 @@ import pytest
 import torch
 from probe_runs import train
 from probe_zoo import build, near, tiny_llama, values
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from normlab.errors import NormlabError
 from normlab.probes import CallInputs, record
@@ -137,6 +138,26 @@ def test_update_ratios_are_in_the_table_by_matrix(tmp_path):
     assert set(rows["step"]) == {0, 1, 2} and (rows["value"] >= 0).all()
     assert "model.layers.0.mlp.up_proj.weight" in set(rows["site"])
     assert pandas.read_parquet(tmp_path / "layers.parquet").shape == callback.to_pandas().shape
+
+
+@pytest.mark.parametrize("through", ["the tensor", "its data"])
+def test_update_ratios_are_left_out_and_told_once_where_the_backward_pass_takes_the_steps(through, tmp_path):
+    model = tiny_llama()
+
+    def take_step(p):
+        with torch.no_grad():
+            (p.data if through == "its data" else p).add_(p.grad, alpha=-1e-2)
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(take_step)
+    optimizer = LayerWiseDummyOptimizer()
+    optimizers = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    callback = LayerStatsCallback(every=1, metrics=["rms"])
+    with pytest.warns(UserWarning, match="step 0: update ratios are left out: the weights change before") as told:
+        train(model, tmp_path, [callback], optimizers=optimizers, max_grad_norm=0)
+    assert sum("update ratios" in str(one.message) for one in told) == 1
+    assert "update_ratio" not in set(callback.to_pandas()["metric"]) and "update_ratio" in callback.absent
 
 
 def test_a_spike_is_a_loss_far_above_the_recent_ones():
