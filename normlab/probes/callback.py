@@ -64,16 +64,16 @@ class UpdateRatio:
 
 def _sums(model: nn.Module) -> dict[nn.Parameter, Tensor]:
     """The sum of each matrix that is trained, which is another after a step."""
-    trained = (p for p in model.parameters() if p.requires_grad and p.ndim >= 2 and not p.is_meta)
-    parts = {p: p.detach().to_local() if isinstance(p, DTensor) else p.detach() for p in trained}
-    return {p: part.sum(dtype=torch.float32) for p, part in parts.items() if part.is_floating_point()}
+    trained = {p: p.detach() for p in model.parameters() if p.requires_grad and p.ndim >= 2 and not p.is_meta}
+    parts = {p: x.to_local() if isinstance(x, DTensor) else x for p, x in trained.items()}
+    # Of what has 8 bits or fewer PyTorch has no sum.
+    return {p: x.sum(dtype=torch.float32) for p, x in parts.items() if x.is_floating_point() and x.itemsize > 1}
 
 
 def _have_changed(before: dict[nn.Parameter, Tensor], model: nn.Module) -> bool:
     """True if matrices have another sum than before."""
-    now = _sums(model)
-    pairs = [torch.stack([before[p], now[p]]).cpu() for p in now if p in before]
-    return any(not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
+    pairs = ((before[p].cpu(), now.cpu()) for p, now in _sums(model).items() if p in before)
+    return any(not torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
 
 
 class LayerStatsCallback(TrainerCallback):
@@ -84,7 +84,8 @@ class LayerStatsCallback(TrainerCallback):
         callback.to_pandas()        # step, site, layer, metric, mask, value
 
     All micro-batches of a measured step are merged, over all ranks too. A measured step runs uncompiled. A training
-    that begins drops what the one before it left; one that resumes keeps the steps before.
+    that begins drops what the one before it left; one that resumes keeps the steps before. In another process those are
+    the ones in the file `path`.
 
     Gradients are of the summed token loss: accumulation (`num_items_in_batch`) and fp16 loss scaling are undone. They
     need labels that the Trainer passes to the model, and logits that the model returns, or `loss_tokens`. Else they are
@@ -110,11 +111,12 @@ class LayerStatsCallback(TrainerCallback):
         loss_tokens: as for `record`. By default counted, and what the Trainer divides or scales the loss by is undone.
         mask: what masks padding, as for `record`.
         update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
-        path: write the table here (Parquet) when training ends.
+        path: write the table here (Parquet) when training ends. A training that resumes keeps the steps before in it.
         last: a CSV file of the last readings, written anew after each. It is there when the process dies.
 
     Raises:
-        NormlabError: `every` not a whole number from 1, an unknown metric, no folder for `path` or `last`.
+        NormlabError: `every` not a whole number from 1, an unknown metric, no folder for `path` or `last`. Where a
+            training resumes: `path` is a file, but no such table.
     """
 
     def __init__(
@@ -162,6 +164,8 @@ class LayerStatsCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Forget what was read of another training, or after the step from which this one resumes."""
         self._readings.forget(state.global_step)
+        if state.global_step and self._path is not None and self._readings.to_pandas().empty:
+            self._readings.resume(Path(self._path), state.global_step)
         self._spikes, self._observer = LossSpikes(), None
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):

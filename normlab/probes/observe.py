@@ -149,6 +149,30 @@ class Readings:
             tables.extend(kept)
         self._absent = {place: (step, why) for place, (step, why) in self._absent.items() if step < since}
 
+    def resume(self, path: Path, step: int) -> None:
+        """Take the steps before `step` from a table that an earlier process wrote (Parquet), if there is one.
+
+        Raises:
+            NormlabError: the file is no such table.
+        """
+        import pandas
+        import pyarrow
+
+        if not path.exists():
+            return
+        try:
+            table = pandas.read_parquet(path)[COLUMNS]
+            table = table[table["step"] < step]
+        except (OSError, KeyError, TypeError, pyarrow.ArrowException) as error:
+            raise NormlabError(
+                f"path is {path}, which is no table of the training that resumes: move it away, or give another path "
+                f"({type(error).__name__})"
+            ) from error
+        if len(table):
+            self._tables.append(table)
+            layers = table[(table["mask"] == "all") & table["layer"].notna()]
+            self._last.extend(rows for _, rows in layers.groupby("step"))
+
     def add_rows(self, step: int, site: Sequence[str], metric: str, value: Sequence[float]) -> None:
         """Add values that have no layer, to the table alone."""
         import pandas

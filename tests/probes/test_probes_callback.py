@@ -105,6 +105,35 @@ def test_a_second_training_drops_the_first_ones_readings_and_a_resumed_one_keeps
     assert table["step"].drop_duplicates().tolist() == [0, 2] and "loss_spike" not in set(table["metric"])
 
 
+def test_a_training_that_resumes_in_another_process_keeps_the_steps_before_in_the_file(tmp_path):
+    path, saved = tmp_path / "layers.parquet", {"save_steps": 2, "save_strategy": "steps"}
+    whole = LayerStatsCallback(every=1, metrics=["rms"], path=path)
+    train(tiny_llama(), tmp_path, [whole], **saved)
+    other = LayerStatsCallback(every=1, metrics=["rms"], path=path, last=tmp_path / "last.csv")
+    train(tiny_llama(), tmp_path, [other], resume=tmp_path / "checkpoint-2")
+    resumed = pandas.read_parquet(path)
+    pandas.testing.assert_frame_equal(resumed, other.to_pandas())
+    pandas.testing.assert_frame_equal(resumed.query("step < 2"), whole.to_pandas().query("step < 2"))
+    assert resumed["step"].drop_duplicates().tolist() == [0, 1, 2]
+    steps, others = (of.explain().history.query("step < 2").reset_index(drop=True) for of in (other, whole))
+    pandas.testing.assert_frame_equal(steps, others)
+    assert set(pandas.read_csv(tmp_path / "last.csv")["step"]) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("content", ["text", "other columns"])
+def test_a_file_that_is_no_table_of_a_resumed_training_is_told_before_it(content, tmp_path):
+    path = tmp_path / "layers.parquet"
+    if content == "text":
+        path.write_text("step,site\n")
+    else:
+        pandas.DataFrame({"step": [0], "loss": [2.0]}).to_parquet(path)
+    before, callback = path.read_bytes(), LayerStatsCallback(path=path)
+    with pytest.raises(NormlabError, match="path is .*layers.parquet, which is no table of the training that resumes"):
+        callback.on_train_begin(None, SimpleNamespace(global_step=2), None)
+    assert path.read_bytes() == before
+    callback.on_train_begin(None, SimpleNamespace(global_step=0), None)  # it is written anew
+
+
 def test_what_is_absent_is_told_once_and_kept(tmp_path):
     model = tiny_llama()
     for layer in model.model.layers[1:]:
