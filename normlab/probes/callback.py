@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from normlab.files import whole_file
@@ -60,6 +60,20 @@ class UpdateRatio:
         return dict(zip(self._before, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
 
 
+def _sums(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """The sum of each matrix that is trained, which is another after a step."""
+    trained = {p: p.detach() for p in model.parameters() if p.requires_grad and p.ndim >= 2 and not p.is_meta}
+    parts = {p: x.to_local() if isinstance(x, DTensor) else x for p, x in trained.items()}
+    # Of what has 8 bits or fewer PyTorch has no sum.
+    return {p: x.sum(dtype=torch.float32) for p, x in parts.items() if x.is_floating_point() and x.itemsize > 1}
+
+
+def _have_changed(before: dict[nn.Parameter, Tensor], model: nn.Module) -> bool:
+    """True if matrices have another sum than before."""
+    pairs = ((before[p].cpu(), now.cpu()) for p, now in _sums(model).items() if p in before)
+    return any(not torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
+
+
 class LayerStatsCallback(TrainerCallback):
     """Layer statistics of the training batch every so many steps, in any `transformers.Trainer`.
 
@@ -68,7 +82,8 @@ class LayerStatsCallback(TrainerCallback):
         callback.to_pandas()        # step, site, layer, metric, mask, value
 
     All micro-batches of a measured step are merged, over all ranks too. A measured step runs uncompiled. A training
-    that begins drops what the one before it left; one that resumes keeps the steps before.
+    that begins drops what the one before it left; one that resumes keeps the steps before. In another process those are
+    the ones in the file `path`.
 
     Gradients are of the summed token loss: what the Trainer multiplies or divides the model's loss by is seen. They
     need labels that the Trainer passes to the model, and logits that the model returns, or `loss_tokens`. Else they are
@@ -78,7 +93,9 @@ class LayerStatsCallback(TrainerCallback):
     warning too, as of `observe`.
 
     The table also holds `update_ratio`, |w' - w| / |w| of each matrix, w before the step and w' after it, weight decay
-    included. Its site is the parameter's name. That of `observe` is of a block and without weight decay.
+    included. Its site is the parameter's name. That of `observe` is of a block and without weight decay. Where weights
+    change before the optimizer's step it is left out, with a warning. So they do where the step is taken in the
+    backward pass (DeepSpeed, LOMO, the layerwise optimizers).
 
     A logged loss that is a spike adds `loss_spike` at site "model", in standard deviations above the recent losses.
 
@@ -92,11 +109,12 @@ class LayerStatsCallback(TrainerCallback):
         loss_tokens: as for `record`; by default counted.
         mask: what masks padding, as for `record`.
         update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
-        path: write the table here (Parquet) when training ends.
+        path: write the table here (Parquet) when training ends. A training that resumes keeps the steps before in it.
         last: a CSV file of the last readings, written anew after each. It is there when the process dies.
 
     Raises:
-        NormlabError: `every` not a whole number from 1, an unknown metric, no folder for `path` or `last`.
+        NormlabError: `every` not a whole number from 1, an unknown metric, no folder for `path` or `last`. Where a
+            training resumes: `path` is a file, but no such table.
     """
 
     def __init__(
@@ -120,6 +138,8 @@ class LayerStatsCallback(TrainerCallback):
         self._observer: Observer | None = None
         self._readings = Readings(path=None if last is None else Path(last))
         self._ratio: UpdateRatio | None = None
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of the matrices when the step began
+        self._has_stepped = False  # they have changed before the optimizer's step
         self._trackers = Trackers()
         self._spikes = LossSpikes()
 
@@ -141,6 +161,8 @@ class LayerStatsCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Forget what was read of another training, or after the step from which this one resumes."""
         self._readings.forget(state.global_step)
+        if state.global_step and self._path is not None and self._readings.to_pandas().empty:
+            self._readings.resume(Path(self._path), state.global_step)
         self._spikes, self._observer = LossSpikes(), None
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
@@ -151,10 +173,12 @@ class LayerStatsCallback(TrainerCallback):
             where = sites(model, self._blocks, mask=self._mask)
             self._observer = Observer(where, self._every, self._metrics, self._loss_tokens, self._readings)
         self._observer.begin(state.global_step)
+        self._sums = _sums(model) if self._wants_ratio and state.global_step % self._every == 0 else {}
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Stop recording once all micro-batches are in, and remember the weights."""
         if self._observer is not None and self._observer.pause() and self._wants_ratio and model is not None:
+            self._has_stepped = _have_changed(self._sums, model)
             self._ratio = UpdateRatio(model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -163,9 +187,13 @@ class LayerStatsCallback(TrainerCallback):
         if self._observer is None or not self._observer.end(step):
             return
         if self._ratio is not None:
-            measured = self._ratio.measure()
-            self._readings.add_rows(step, list(measured), "update_ratio", list(measured.values()))
+            measured = self._ratio.measure()  # on all ranks alike
             self._ratio = None
+            if self._has_stepped:
+                why = "the weights change before the optimizer's step, as where it is taken in the backward pass"
+                self._observer.leave_out(step, {"update_ratio": why})
+            else:
+                self._readings.add_rows(step, list(measured), "update_ratio", list(measured.values()))
         if state.is_world_process_zero:
             report_to = args.report_to if isinstance(args.report_to, list) else [args.report_to]
             table = self.to_pandas()

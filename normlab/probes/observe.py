@@ -46,7 +46,10 @@ PLACES = (
     "block", "block_out", "final_norm_in",
 )  # fmt: skip
 # What is told of `absent`: what is left out of all blocks, and what makes numbers others than their names say.
-LEFT_OUT = {GRADIENTS: "gradients of a forward pass", "weights": "weights", "updates": "updates"}
+LEFT_OUT = {
+    GRADIENTS: "gradients of a forward pass", "weights": "weights", "updates": "updates",
+    "update_ratio": "update ratios",
+}  # fmt: skip
 MISLEADING = ("padding by ", "tokens ", "stream after ", "mask no_first")
 
 
@@ -145,6 +148,30 @@ class Readings:
             tables.clear()
             tables.extend(kept)
         self._absent = {place: (step, why) for place, (step, why) in self._absent.items() if step < since}
+
+    def resume(self, path: Path, step: int) -> None:
+        """Take the steps before `step` from a table that an earlier process wrote (Parquet), if there is one.
+
+        Raises:
+            NormlabError: the file is no such table.
+        """
+        import pandas
+        import pyarrow
+
+        if not path.exists():
+            return
+        try:
+            table = pandas.read_parquet(path)[COLUMNS]
+            table = table[table["step"] < step]
+        except (OSError, KeyError, TypeError, pyarrow.ArrowException) as error:
+            raise NormlabError(
+                f"path is {path}, which is no table of the training that resumes: move it away, or give another path "
+                f"({type(error).__name__})"
+            ) from error
+        if len(table):
+            self._tables.append(table)
+            layers = table[(table["mask"] == "all") & table["layer"].notna()]
+            self._last.extend(rows for _, rows in layers.groupby("step"))
 
     def add_rows(self, step: int, site: Sequence[str], metric: str, value: Sequence[float]) -> None:
         """Add values that have no layer, to the table alone."""
@@ -276,12 +303,13 @@ def _scores(series: pandas.DataFrame) -> pandas.DataFrame:
 def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
     """`parameter_rms` in each block, and why weights are left out if some are.
 
-    A number in a name is a star: of experts it is the mean.
+    Of modules that are alike, as experts, it is their mean, and their number in the name is a star.
     """
     import pandas
 
     rows, without = [], None
     for block in where.blocks:
+        starred = _starred(block.module)
         for name, parameter in block.module.named_parameters():
             path, _, own = name.rpartition(".")
             weight = _stored(block.module.get_submodule(path), own, parameter)
@@ -290,10 +318,28 @@ def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
             elif weight.is_floating_point() and weight.numel():
                 norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)
                 norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
-                site = re.sub(r"\.\d+\.", ".*.", name)
+                site = f"{starred[path]}.{own}".removeprefix(".")
                 rows.append((step, site, block.layer, "parameter_rms", "all", norm.item() / weight.numel() ** 0.5))
     table = pandas.DataFrame(rows, columns=COLUMNS)
     return table.groupby(COLUMNS[:-1], sort=False, as_index=False).mean(), without
+
+
+def _starred(block: nn.Module) -> dict[str, str]:
+    """The names of a block's modules, by those names without a star: one for each number of a list of modules alike.
+
+    Alike are modules of one class whose parameters have the same names and shapes. Those of an `nn.Sequential` run one
+    after the other, and are none.
+    """
+    names = {"": ""}
+    for path, module in block.named_modules(remove_duplicate=False):
+        children = dict(module.named_children())
+        kinds = {(type(m), tuple((name, p.shape) for name, p in m.named_parameters())) for m in children.values()}
+        is_list = not isinstance(module, nn.Sequential) and all(name.isdecimal() for name in children)
+        are_alike = is_list and len(children) > 1 and len(kinds) == 1
+        for name in module._modules:
+            place, shown = f"{path}.{name}", f"{names[path]}.{'*' if are_alike else name}"
+            names[place.removeprefix(".")] = shown.removeprefix(".")
+    return names
 
 
 def _stored(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
@@ -356,7 +402,8 @@ def observe(
         mask: what masks padding, as for `record`.
         optimizer: Adam or AdamW, whose updates and moments are read too, by block: `update_ratio`, `first_moment`,
             `second_moment` (`normlab.probes.updates`). They are of the step as it was taken, whether a scheduler steps
-            before `observer.step` or after it. Of another optimizer they are left out, with a warning.
+            before `observer.step` or after it. Of another optimizer they are left out, with a warning, and of blocks of
+            which another one trains a part, as Muon the matrices.
 
     Raises:
         NormlabError: `every` or `accumulate` is not a whole number from 1; an unknown metric; no folder for `path`.
@@ -407,6 +454,7 @@ class Observer:
         self._trains = any(metric.kind == "gradient" for metric in resolve_metrics(metrics))
         self._forgives = False
         self._told: set[str] = set()
+        self._ended = -1  # the step that ended last
         self._known: dict[nn.Module, KnownBlock] = {}  # what norms are, of blocks that have added up
         self._settled = unsettled()  # how the loss averages
         self._updates: Updates | None = None  # of the step that is measured
@@ -422,7 +470,7 @@ class Observer:
             self._recorder.known |= self._known
             self._recorder.settled = self._settled
             self._recorder.__enter__()
-            self._updates = None if self._optimizer is None else Updates(self._optimizer)
+            self._updates = None if self._optimizer is None else Updates(self._optimizer, self.sites)
 
     def pause(self) -> bool:
         """Stop recording, all micro-batches being in. True if the step is measured."""
@@ -431,10 +479,18 @@ class Observer:
         return self._recorder is not None
 
     def end(self, step: int) -> bool:
-        """Keep what a measured step holds, merged over ranks. True if it was measured."""
+        """Keep what a measured step holds, merged over ranks. True if it was measured.
+
+        A step before the one that ended last begins another branch: what was read from it on is dropped.
+        """
         import pandas
 
         is_measured = self.pause()
+        if step < self._ended or (is_measured and step == self._ended):
+            words = f"step {step} follows step {self._ended}: readings from step {step} on are dropped"
+            warnings.warn(words, stacklevel=3)
+            self.readings.forget(step)
+        self._ended = step
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             self._known = {module: known for module, known in recorder.known.items() if known.sites is not None}
@@ -456,18 +512,21 @@ class Observer:
             absent = stats.manifest["absent"] | ({} if without is None else {"weights": without})
             tables = [layers, weights]
             if self._updates is not None:
-                rows, without = self._updates.measure(self.sites, step)
+                rows, without = self._updates.measure(step)
                 absent |= {} if without is None else {"updates": without}
                 tables += [pandas.DataFrame(rows, columns=COLUMNS)] * bool(rows)
             self.readings.add(_joined(tables))
-            self.readings.add_absent(step, absent)
-            self._tell(step, absent)
+            self.leave_out(step, absent)
             # Of several ranks none may leave out a step alone: the others would wait for it.
             self._forgives = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         return is_measured
 
-    def _tell(self, step: int, absent: Mapping[str, str]) -> None:
-        """Warn once of what is left out for all blocks, and of what makes a number another than its name says."""
+    def leave_out(self, step: int, absent: Mapping[str, str]) -> None:
+        """Note what could not be measured at a step, and why.
+
+        Warn once of what is left out for all blocks, and of what makes a number another than its name says.
+        """
+        self.readings.add_absent(step, absent)
         for place, why in absent.items():
             if place not in LEFT_OUT and not place.startswith(MISLEADING):
                 continue
@@ -480,7 +539,8 @@ class Observer:
     def step(self, loss: float | Tensor, step: int) -> None:
         """End optimizer step number `step` and begin the next.
 
-        A spike of `loss`, or one that is not finite, is explained at once (`spike`).
+        A spike of `loss`, or one that is not finite, is explained at once (`spike`). A training that goes back to an
+        earlier step drops what was read from that step on, with a warning. So the number counts on over epochs.
         """
         self.end(step)
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)

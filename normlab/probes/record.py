@@ -64,7 +64,7 @@ def record(
 
         block_out                                  layer 0 = the tensor that enters block 1, layers 1..L = h_l
         attn_norm_in, mlp_norm_in, ...             what the norms read (see `normlab.probes.decomposition`)
-        final_norm_in                              layer L
+        final_norm_in                              layer L, also in a call that skips the last blocks
         attn, cross, mixer, mlp, block             what the branches add
         block_in_grad                              layer l = dLoss/dh_{l-1}, with respect to what block l reads
         attn_norm_in_grad, final_norm_in_grad, ... with respect to the tensor that enters the norm: its whole gradient,
@@ -401,9 +401,12 @@ class Recorder:
             call.forget(call.layer)
             reason = "its residual is added after it, and no norm reads the sum"
             call.absent |= {f"block_out {call.layer}": reason, f"block {call.layer}": reason}
+        is_looped = any(len(runs) > 1 for runs in call.runs.values())
+        final = call.layer if is_looped else self.sites.blocks[-1].layer  # also where the last blocks are skipped
         for read in call.final:
             if read.layer == call.layer:
-                self.norm_sites[read.norm] = ("final_norm_in", call.layer)
+                read.layer = final
+                self.norm_sites[read.norm] = ("final_norm_in", final)
             else:
                 read.site = None  # it read an earlier block's output: no final norm
         call.close()

@@ -17,29 +17,45 @@ SITE = "parameters"
 class Updates:
     """What Adam or AdamW does in a step, made before it.
 
-        updates = Updates(optimizer); optimizer.step(); rows, without = updates.measure(where, step); updates.close()
+        updates = Updates(optimizer, where)     # before the backward pass
+        loss.backward(); optimizer.step()
+        rows, without = updates.measure(step); updates.close()
 
-    A hook notes the rate, the betas and eps with which a step is taken, so a scheduler may step before `measure`. Of an
-    optimizer that takes the steps of the one it wraps without calling its `step`, they are as they stand in `measure`.
+    Hooks note the state before a step is taken, so it may have been cleared or loaded, and the rate, the betas and eps
+    with which it is taken, so a scheduler may step before `measure`. Of an optimizer that takes the steps of the one it
+    wraps without calling its `step`, the state is as it stood when this was made, and the others as they stand in
+    `measure`.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._kind, self._adam = type(optimizer).__name__, _adam_of(optimizer)
+    def __init__(self, optimizer: Any, where: Sites) -> None:
+        self._kind, self._adam, self._where = type(optimizer).__name__, _adam_of(optimizer), where
         self._options: dict[Tensor, dict[str, Any]] = {}  # of the last step that was taken on each parameter
         # Steps taken before on each parameter; one without a gradient, as an idle expert's, lags behind.
-        self._before: dict[Tensor, float] = {}
-        self._handle: Any = None
+        self._before: dict[Tensor, Any] = {}
+        self._reached: set[Tensor] = set()  # parameters that were given a gradient
+        self._handles: list[Any] = []
         if self._adam is not None:
-            self._before = {p: float(state["step"]) for p, state in self._adam.state.items() if "step" in state}
-            self._handle = self._adam.register_step_post_hook(lambda adam, *call: self._options.update(_options(adam)))
+            self._note_steps(self._adam)
+            self._handles = [
+                self._adam.register_step_pre_hook(self._note_steps),
+                self._adam.register_step_post_hook(lambda adam, *call: self._options.update(_options(adam))),
+            ]
+            parameters = {p for block in where.blocks for p in block.module.parameters()}
+            trainable = (p for p in parameters if p.requires_grad and p.is_leaf)
+            self._handles += [p.register_post_accumulate_grad_hook(self._reached.add) for p in trainable]
+
+    def _note_steps(self, adam: torch.optim.Adam | torch.optim.AdamW, *call: Any) -> None:
+        """Note how many steps were taken on each parameter, without waiting for the device."""
+        steps = {p: state["step"] for p, state in adam.state.items() if "step" in state}
+        self._before = {p: step.detach().clone() if isinstance(step, Tensor) else step for p, step in steps.items()}
 
     def close(self) -> None:
-        """Remove the hook."""
-        if self._handle is not None:
-            self._handle.remove()
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
 
-    def measure(self, where: Sites, step: int) -> tuple[list[tuple[Any, ...]], str | None]:
-        """Rows (step, site, layer, metric, mask, value) of the last step taken, or why there are none.
+    def measure(self, step: int) -> tuple[list[tuple[Any, ...]], str | None]:
+        """Rows (step, site, layer, metric, mask, value) of the last step taken, and why there are none, or fewer.
 
         With m and v the moments after t steps, of all numbers of a block that were trained,
 
@@ -47,24 +63,35 @@ class Updates:
             update_ratio = |lr m' / (sqrt(v') + eps)| / |w|       w after the step, lr of the step, no weight decay
             first_moment = sqrt(mean m'^2), second_moment = sqrt(mean v')
 
-        The update is 0 where the step was not taken on a parameter, as where a gradient scaler skips it.
+        The update is 0 where the step was not taken on a parameter, as where a gradient scaler skips it. A block has no
+        rows if parameters of it have a gradient and are in none of the optimizer's groups: another one trains them.
         """
         adam = self._adam
         if adam is None:
             return [], f"{self._kind} is neither Adam nor AdamW"
         options = _options(adam) | self._options
-        rows = []
-        for block in where.blocks:
-            trained = [p for p in block.module.parameters() if "exp_avg_sq" in adam.state.get(p, {})]
+        rows, without, are_trained = [], None, False
+        for block in self._where.blocks:
+            parameters = [*block.module.parameters()]
+            trained = [p for p in parameters if p in options and "exp_avg_sq" in adam.state.get(p, {})]
+            others = sum(p.numel() for p in parameters if p in self._reached and p not in options)
+            if others and without is None:
+                count = sum(p.numel() for p in parameters if p in options and p.requires_grad)
+                without = (
+                    f"the optimizer has {count:,} of the {count + others:,} numbers of block {block.layer} that are "
+                    "trained: the others are in none of its groups"
+                )
             if not trained:
                 continue
-            squares = [_squares(p, options[p], adam.state[p], self._before.get(p, 0.0)).cpu() for p in trained]
-            sums = torch.stack(squares).sum(0).sqrt().tolist()
-            update, weight, first, second = sums
+            are_trained = True
+            squares = [_squares(p, options[p], adam.state[p], float(self._before.get(p, 0.0))).cpu() for p in trained]
+            update, weight, first, second = torch.stack(squares).sum(0).sqrt().tolist()  # on all ranks alike
+            if others:
+                continue
             root = sum(p.numel() for p in trained) ** 0.5
             values = update / weight if weight else float("nan"), first / root, second / root
             rows += [(step, SITE, block.layer, name, "all", value) for name, value in zip(METRICS, values, strict=True)]
-        return rows, None if rows else "the optimizer has taken no step on the blocks' parameters"
+        return rows, without if are_trained else "the optimizer has taken no step on the blocks' parameters"
 
 
 def _options(adam: torch.optim.Adam | torch.optim.AdamW) -> dict[Tensor, dict[str, Any]]:

@@ -21,7 +21,8 @@ def train(model, tmp_path, callbacks, **options):
     }
     settings |= {"learning_rate": 1e-3, "report_to": [], "use_cpu": True, "logging_steps": 1, "seed": 0, **options}
     resume, kind = settings.pop("resume", None), settings.pop("trainer", Trainer)
+    optimizers = settings.pop("optimizers", (None, None))
     args = TrainingArguments(output_dir=str(tmp_path), disable_tqdm=True, **settings)
-    trainer = kind(model=model, args=args, train_dataset=data(), callbacks=callbacks)
+    trainer = kind(model=model, args=args, train_dataset=data(), callbacks=callbacks, optimizers=optimizers)
     trainer.train(resume_from_checkpoint=resume)
     return trainer

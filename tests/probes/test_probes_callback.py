@@ -2,6 +2,7 @@
 Trainer logs."""
 
 import math
+from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -9,6 +10,7 @@ import torch
 from probe_runs import train
 from probe_zoo import build, near, tiny_llama, values
 from transformers import Trainer
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from normlab.errors import NormlabError
 from normlab.probes import record
@@ -122,6 +124,35 @@ def test_a_second_training_drops_the_first_ones_readings_and_a_resumed_one_keeps
     assert table["step"].drop_duplicates().tolist() == [0, 2] and "loss_spike" not in set(table["metric"])
 
 
+def test_a_training_that_resumes_in_another_process_keeps_the_steps_before_in_the_file(tmp_path):
+    path, saved = tmp_path / "layers.parquet", {"save_steps": 2, "save_strategy": "steps"}
+    whole = LayerStatsCallback(every=1, metrics=["rms"], path=path)
+    train(tiny_llama(), tmp_path, [whole], **saved)
+    other = LayerStatsCallback(every=1, metrics=["rms"], path=path, last=tmp_path / "last.csv")
+    train(tiny_llama(), tmp_path, [other], resume=tmp_path / "checkpoint-2")
+    resumed = pandas.read_parquet(path)
+    pandas.testing.assert_frame_equal(resumed, other.to_pandas())
+    pandas.testing.assert_frame_equal(resumed.query("step < 2"), whole.to_pandas().query("step < 2"))
+    assert resumed["step"].drop_duplicates().tolist() == [0, 1, 2]
+    steps, others = (of.explain().history.query("step < 2").reset_index(drop=True) for of in (other, whole))
+    pandas.testing.assert_frame_equal(steps, others)
+    assert set(pandas.read_csv(tmp_path / "last.csv")["step"]) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("content", ["text", "other columns"])
+def test_a_file_that_is_no_table_of_a_resumed_training_is_told_before_it(content, tmp_path):
+    path = tmp_path / "layers.parquet"
+    if content == "text":
+        path.write_text("step,site\n")
+    else:
+        pandas.DataFrame({"step": [0], "loss": [2.0]}).to_parquet(path)
+    before, callback = path.read_bytes(), LayerStatsCallback(path=path)
+    with pytest.raises(NormlabError, match="path is .*layers.parquet, which is no table of the training that resumes"):
+        callback.on_train_begin(None, SimpleNamespace(global_step=2), None)
+    assert path.read_bytes() == before
+    callback.on_train_begin(None, SimpleNamespace(global_step=0), None)  # it is written anew
+
+
 def test_what_is_absent_is_told_once_and_kept(tmp_path):
     model = tiny_llama()
     for layer in model.model.layers[1:]:
@@ -155,6 +186,26 @@ def test_update_ratios_are_in_the_table_by_matrix(tmp_path):
     assert set(rows["step"]) == {0, 1, 2} and (rows["value"] >= 0).all()
     assert "model.layers.0.mlp.up_proj.weight" in set(rows["site"])
     assert pandas.read_parquet(tmp_path / "layers.parquet").shape == callback.to_pandas().shape
+
+
+@pytest.mark.parametrize("through", ["the tensor", "its data"])
+def test_update_ratios_are_left_out_and_told_once_where_the_backward_pass_takes_the_steps(through, tmp_path):
+    model = tiny_llama()
+
+    def take_step(p):
+        with torch.no_grad():
+            (p.data if through == "its data" else p).add_(p.grad, alpha=-1e-2)
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(take_step)
+    optimizer = LayerWiseDummyOptimizer()
+    optimizers = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    callback = LayerStatsCallback(every=1, metrics=["rms"])
+    with pytest.warns(UserWarning, match="step 0: update ratios are left out: the weights change before") as told:
+        train(model, tmp_path, [callback], optimizers=optimizers, max_grad_norm=0)
+    assert sum("update ratios" in str(one.message) for one in told) == 1
+    assert "update_ratio" not in set(callback.to_pandas()["metric"]) and "update_ratio" in callback.absent
 
 
 def test_a_spike_is_a_loss_far_above_the_recent_ones():

@@ -159,6 +159,41 @@ def test_weights_on_the_meta_device_are_read_where_they_are_kept_or_left_out_wit
         assert weights(without).equals(weights(whole))
 
 
+class Sizes(torch.nn.Module):
+    """A block of parts with numbers in their names: alike and not."""
+
+    def __init__(self):
+        super().__init__()
+        width, nn = X.shape[-1], torch.nn
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 5), nn.Linear(5, width)) for _ in range(3))
+        self.pair = nn.ModuleList([nn.Linear(width, 5), nn.Linear(5, width)])
+        self.kinds = nn.ModuleList([nn.LayerNorm(width), nn.RMSNorm(width)])
+        self.one = nn.ModuleList([nn.RMSNorm(width)])
+
+    def forward(self, x):
+        x = x + self.mlp(x) + self.pair[1](self.pair[0](x)) + sum(expert(x) for expert in self.experts)
+        return x + sum(norm(x) for norm in (*self.kinds, *self.one))
+
+
+def test_only_modules_that_are_alike_share_a_row_of_weights():
+    def all_tokens(call):
+        return torch.ones(X.shape[:2])
+
+    model = Stack(Sizes, Sizes)
+    with torch.no_grad(), normlab.observe(model, every=1, metrics=["rms"], mask=all_tokens) as observer:
+        for number, p in enumerate(model.parameters(), 1):
+            p.copy_(number * p.sign() + 0.1)
+        model(X)
+        observer.step(1.0, 0)
+    table = observer.to_pandas().query("metric == 'parameter_rms' and layer == 2").set_index("site")["value"]
+    sizes = {name: float(p.detach().square().mean().sqrt()) for name, p in model.layers[1].named_parameters()}
+    expected = {name: size for name, size in sizes.items() if "experts" not in name}
+    for part in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        expected[f"experts.*.{part}"] = sum(sizes[f"experts.{expert}.{part}"] for expert in range(3)) / 3
+    assert table.to_dict() == pytest.approx(expected, rel=1e-5) and len(expected) == 16
+
+
 def test_values_that_are_not_finite_leave_at_once_and_training_goes_on():
     model = tiny_llama()
     with normlab.observe(model, every=1) as observer:
@@ -425,6 +460,25 @@ def test_readings_that_are_forgotten_take_what_was_absent_with_them():
     assert readings.absent == {"mlp 1": "at 0"}
 
 
+@pytest.mark.parametrize(("every", "back", "kept"), [(1, 3, [0, 1, 2, 3]), (2, 3, [0, 2]), (1, 5, [0, 1, 2, 3, 4, 5])])
+def test_a_training_that_goes_back_drops_the_branch_that_it_leaves(every, back, kept):
+    model, batch = tiny_llama(), token_batch()
+    with torch.no_grad(), normlab.observe(model, every=every, metrics=["rms"]) as observer:
+        for step in range(6):
+            model(**batch)
+            observer.step(2.0, step)
+        observer.readings.add_absent(4, {"weights": "as of step 4"})
+        observer.begin(back)
+        model.model.layers[0].mlp.down_proj.weight.mul_(2.0)
+        model(**batch)
+        with pytest.warns(UserWarning, match=f"step {back} follows step 5: readings from step {back} on") as told:
+            observer.step(2.0, back)
+    table = observer.to_pandas()
+    assert table["step"].drop_duplicates().tolist() == kept and not table.duplicated(KEYS).any()
+    assert set(observer.explain().history["step"]) == set(kept) and told[0].filename == __file__
+    assert observer.absent.keys() == ({"weights"} if back == 5 else set())
+
+
 # --- Adam's updates --------------------------------------------------------------------------------------------------
 
 ADAMS = {
@@ -530,14 +584,16 @@ def test_the_optimizer_is_left_as_it_was(closes):
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters())
     observer = normlab.observe(model, every=2, metrics=["rms"], optimizer=optimizer)
-    assert optimizer._optimizer_step_post_hooks
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    weights = [*model.model.layers.parameters()]
+    assert all(hooks) and all(weight._post_accumulate_grad_hooks for weight in weights)
     model(**token_batch()).loss.backward()
     optimizer.step()
     if closes:
         observer.close()
     else:
         observer.step(1.0, 0)
-    assert not optimizer._optimizer_step_post_hooks
+    assert not any(hooks) and not any(weight._post_accumulate_grad_hooks for weight in weights)
 
 
 def test_a_parameter_on_which_no_step_was_taken_has_no_update():
@@ -556,6 +612,82 @@ def test_a_parameter_on_which_no_step_was_taken_has_no_update():
     size = sum(p.detach().square().sum() for p in block.parameters())
     table = observer.to_pandas().set_index(["metric", "layer", "step"])["value"]
     assert table["update_ratio", 1, 1] == pytest.approx(float((moved / size).sqrt()), rel=1e-4)
+
+
+def updates_of(prepare, steps: int = 4, of: int = 2) -> tuple[list, list, dict]:
+    """`update_ratio` of a block, what it moved in each step, and `absent`; `prepare(step, model, adam)` before each."""
+    model = tiny_llama()
+    block = model.model.layers[of - 1]
+    adam = torch.optim.Adam([{"params": [*layer.parameters()]} for layer in model.model.layers], lr=1e-2)
+    expected = []
+    with normlab.observe(model, every=1, metrics=["rms"], optimizer=adam) as observer:
+        for step in range(steps):
+            prepare(step, model, adam)
+            model(**token_batch()).loss.backward()
+            before = [p.detach().clone() for p in block.parameters()]
+            adam.step()
+            model.zero_grad()
+            observer.step(1.0, step)
+            moved = sum((p.detach() - w).square().sum() for p, w in zip(block.parameters(), before, strict=True))
+            expected.append(float((moved / sum(p.detach().square().sum() for p in block.parameters())).sqrt()))
+    rows = observer.to_pandas().query("metric == 'update_ratio' and layer == @of")
+    return rows["value"].tolist(), expected, observer.absent
+
+
+@pytest.mark.parametrize("how", ["cleared", "rolled back"])
+def test_an_update_is_the_step_also_where_the_state_was_another_before_it(how):
+    kept = []
+
+    def prepare(step, model, adam):
+        if step == 1:
+            kept.append(copy.deepcopy(adam.state_dict()))
+        elif step == 3 and how == "cleared":
+            adam.state.clear()
+        elif step == 3:
+            adam.load_state_dict(kept[0])
+
+    found, expected, absent = updates_of(prepare)
+    assert found == pytest.approx(expected, rel=1e-4) and len(found) == 4 and min(found) > 0 and not absent
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_a_group_that_leaves_the_optimizer_leaves_its_block_out_alone(of):
+    def prepare(step, model, adam):
+        if step == 2:
+            adam.param_groups.pop(0)
+
+    with pytest.warns(UserWarning, match="updates are left out: the optimizer has 0 of the .* numbers of block 1 that"):
+        found, expected, absent = updates_of(prepare, of=of)
+    expected = expected[: 2 if of == 1 else 4]
+    assert found == pytest.approx(expected, rel=1e-4) and "in none of its groups" in absent["updates"]
+
+
+@pytest.mark.parametrize("order", ["its step first", "the other's first"])
+def test_updates_of_a_block_that_two_optimizers_train_are_left_out_and_told_once(order):
+    model = tiny_llama()
+    layers = model.model.layers
+    gains, matrices = ([p for p in layers.parameters() if (p.ndim == 2) is wide] for wide in (False, True))
+    adam, other = torch.optim.AdamW([*gains, *model.lm_head.parameters()]), torch.optim.SGD(matrices, lr=1e-2)
+    with normlab.observe(model, every=1, metrics=["rms"], optimizer=adam) as observer:
+        for step in range(3):
+            layers.requires_grad_(step < 2)
+            for gain in gains:
+                gain.requires_grad_(True)
+            model(**token_batch()).loss.backward()
+            for one in (adam, other) if order == "its step first" else (other, adam):
+                one.step()
+                one.zero_grad()
+            if step == 0:
+                with pytest.warns(UserWarning) as told:
+                    observer.step(1.0, step)
+            else:
+                observer.step(1.0, step)
+    (warning,) = told
+    held, others = (sum(p.numel() for p in part if p in {*layers[0].parameters()}) for part in (gains, matrices))
+    words = f"the optimizer has {held:,} of the {held + others:,} numbers of block 1 that are trained"
+    assert f"step 0: updates are left out: {words}" in str(warning.message) and words in observer.absent["updates"]
+    rows = observer.to_pandas().query("metric in ['update_ratio', 'first_moment', 'second_moment']")
+    assert set(rows["step"]) == {2} and len(rows) == 9  # of the matrices being frozen
 
 
 def test_moments_are_those_of_the_gradients():

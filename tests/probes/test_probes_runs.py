@@ -76,6 +76,41 @@ def test_a_norm_that_the_blocks_share_with_the_models_end_is_the_final_norm_ther
     assert found["attn_norm_in", 2, "token_l2_mean", "all"] == size(stream(model, X)[2]) and not rec.absent
 
 
+class Chosen(Stack):
+    """Three blocks, of which each call runs some, and a final norm."""
+
+    def __init__(self):
+        super().__init__(PreLN, PreLN, PreLN)
+        self.norm, self.read = nn.RMSNorm(WIDTH), []
+
+    def forward(self, x, order):
+        for place in order:
+            x = self.layers[place - 1](x)
+        self.read.append(x)
+        x.retain_grad()
+        return self.norm(x)
+
+
+@pytest.mark.parametrize(
+    ("orders", "layers"),
+    [([[1, 3], [1, 2], [2], [1, 2, 3]], [3] * 4), ([[1, 2], [1, 2, 1, 2], [1, 2, 3, 1]], [3, 4, 4])],
+    ids=["skipped", "run again"],
+)
+def test_the_final_norm_is_at_the_last_layer_where_blocks_are_skipped_and_counts_on_where_they_repeat(orders, layers):
+    model = Chosen()
+    with record(model, ["token_l2_mean", "grad_l2_total"], masks=["all"], loss_tokens=1) as rec:
+        for order, x in zip(orders, torch.randn(4, 2, 10, WIDTH), strict=False):
+            model(x.requires_grad_(), order).square().sum().backward()
+    found = values(rec.stats())
+    assert {layer for site, layer, *_ in found if site == "final_norm_in"} == set(layers) and not rec.absent
+    for layer in set(layers):
+        reads = [x for x, place in zip(model.read, layers, strict=True) if place == layer]
+        assert found["final_norm_in", layer, "token_l2_mean", "all"] == size(torch.cat(reads))
+        total = pytest.approx(float(torch.cat([x.grad for x in reads]).norm()), rel=1e-5)
+        assert found["final_norm_in_grad", layer, "grad_l2_total", "all"] == total
+    assert rec.norm_sites[model.norm] == ("final_norm_in", layers[-1])
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
