@@ -266,24 +266,24 @@ def difference_figure(table: pd.DataFrame) -> go.Figure:
     """The difference of two models at each site in order of computation, and how far rounding moves it.
 
     Args:
-        table: columns `site layer difference noise parts`, of `normlab.diff`.
+        table: columns `site layer difference noise parts`, of `normlab.diff`. A difference that is not finite is drawn
+            above all others.
     """
     names = [f"{site.replace('_', ' ')}, {layer}" for site, layer in zip(table["site"], table["layer"], strict=True)]
     least = max(float(table["noise"][table["noise"] > 0].min()) / 10 if (table["noise"] > 0).any() else 0, 1e-12)
-    finite = table[["difference", "noise"]].replace(math.inf, np.nan)
-    largest = float(finite.max().max())
+    sizes = table[["difference", "noise"]]
+    edge = max(_edge(sizes), _BEYOND * least)
     figure = go.Figure()
     for column, label, color in (("noise", "rounding", COLORS[6]), ("difference", "difference", COLORS[0])):
-        values = table[column].clip(lower=least, upper=max(largest, least) * 3)
         figure.add_scatter(
             x=list(range(len(names))),
-            y=values.tolist(),
+            y=finite(table[column].clip(lower=least, upper=edge)),
             name=label,
             mode="lines+markers",
             marker={"size": 5, "color": color},
             line={"color": color, "dash": "dot" if column == "noise" else "solid"},
-            customdata=[[name, value] for name, value in zip(names, table[column], strict=True)],
-            hovertemplate="%{customdata[0]}: %{customdata[1]:.3g}<extra>" + label + "</extra>",
+            text=[f"{name}: {_size(value)}" for name, value in zip(names, table[column], strict=True)],
+            hovertemplate="%{text}<extra>" + label + "</extra>",
         )
     parts = table["parts"].to_numpy()
     if parts.any():
@@ -297,7 +297,8 @@ def difference_figure(table: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(type="log", title_text="relative difference", exponentformat="power")
     title = "The models agree within rounding" if not parts.any() else "Where the models part"
     figure.update_layout(showlegend=True)
-    return theme.titled(figure, title, "sites in order of computation; below the axis: no difference", 430)
+    about = "sites in order of computation; below the axis: no difference" + _not_finite(figure, sizes, edge)
+    return theme.titled(figure, title, about, 430)
 
 
 def added_figure(table: pd.DataFrame) -> go.Figure:
@@ -336,7 +337,8 @@ def added_figure(table: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(type="category", title_text="block")
     figure.update_yaxes(type="log", title_text="relative difference", exponentformat="power")
     figure.update_layout(showlegend=True)
-    words = "each block of B on A's input, against A's block; no marker: no difference" + _not_finite(sizes)
+    words = "each block of B on A's input, against A's block; no marker: no difference"
+    words += _not_finite(figure, sizes, edge)
     return theme.titled(figure, title, words, 430)
 
 
@@ -350,5 +352,9 @@ def _size(value: float) -> str:
     return f"{value:.3g}" if math.isfinite(value) else "not finite"
 
 
-def _not_finite(sizes: pd.DataFrame) -> str:
-    return "; at the upper edge: not finite" if np.isinf(sizes.to_numpy(float)).any() else ""
+def _not_finite(figure: go.Figure, sizes: pd.DataFrame, edge: float) -> str:
+    """End the axis at the edge if something there is not finite, and say so."""
+    if not np.isinf(sizes.to_numpy(float)).any():
+        return ""
+    figure.update_traces(cliponaxis=False).update_yaxes(range=[None, math.log10(edge)])
+    return "; at the upper edge: not finite"
