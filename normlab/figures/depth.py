@@ -247,6 +247,7 @@ def _profile(shown: Selection, names: list[str], site: str, metric: str, when: s
         y=[theme.style_of(name).title for name in names],
         z=values,
         colorscale=theme.SEQUENTIAL,
+        hoverongaps=False,
         colorbar=dict(
             thickness=8,
             len=0.5,

@@ -195,8 +195,12 @@ def _band(line: Profile, style: look.Style) -> dict[str, Any]:
 
 def _line(line: Profile, view: View, style: look.Style, is_theory: bool = False) -> dict[str, Any]:
     """A scheme's line; a thin one with rings for what theory predicts."""
+    ends = np.stack([line.low, line.high], axis=1)
     spread = f"%{{customdata[0]:.4~g}} to %{{customdata[1]:.4~g}}, {line.seeds} seeds" if line.seeds > 1 else "1 seed"
     trace = dict(type="scatter", name=line.scheme, x=line.layers, y=line.values)
+    if line.seeds > 1 and not np.isfinite(ends[np.isfinite(line.values)]).all():  # as where one seed has the layer
+        spread = "%{text}"
+        trace |= dict(text=[_ends_in_words(low, high, line.seeds) for low, high in ends])
     if is_theory:
         trace |= dict(name=f"{line.scheme} theory", mode="lines+markers", line=dict(color=style.color, width=1))
         hover = _hover(view, style.title, "theory, before training")
@@ -204,7 +208,12 @@ def _line(line: Profile, view: View, style: look.Style, is_theory: bool = False)
     drawn = dict(color=style.color, dash=style.dash, width=2.2)
     trace |= dict(mode="lines", meta=dict(scheme=line.scheme), line=drawn)
     trace |= dict(hovertemplate=_hover(view, style.title, spread))
-    return trace if line.seeds == 1 else trace | dict(customdata=np.stack([line.low, line.high], axis=1))
+    return trace if line.seeds == 1 else trace | dict(customdata=ends)
+
+
+def _ends_in_words(low: float, high: float, seeds: int) -> str:
+    known = np.isfinite(low) and np.isfinite(high)
+    return f"{low:.4g} to {high:.4g}, {seeds} seeds" if known else f"no interval here, {seeds} seeds"
 
 
 def _hover(view: View, title: str, about: str) -> str:

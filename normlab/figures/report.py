@@ -97,10 +97,10 @@ def layer_heatmap(table: pd.DataFrame, metric: str | None = None, mask: str = "a
 
 
 def _heat_map(x: Any, y: Any, z: Any, bar: dict[str, Any], **trace: Any) -> go.Figure:
-    """`z` in colours over names or layers."""
+    """`z` in colours over names or layers. What has no value is blank, and says nothing when hovered."""
     x, y = (axis if isinstance(axis, list) else whole(axis) for axis in (x, y))
-    bar = bar | {"outlinewidth": 0}
-    return go.Figure(go.Heatmap(x=x, y=y, z=z, colorscale=theme.SEQUENTIAL, colorbar=bar, **trace))
+    look = {"colorscale": theme.SEQUENTIAL, "colorbar": bar | {"outlinewidth": 0}, "hoverongaps": False}
+    return go.Figure(go.Heatmap(x=x, y=y, z=z, **look, **trace))
 
 
 def _measured(table: pd.DataFrame, metric: str | None, mask: str) -> pd.DataFrame:
