@@ -33,6 +33,14 @@ def test_the_title_counts_the_schemes_that_gain_from_depth():
     assert depth_scaling(runs[runs["depth"] == 2]).layout.title.text == "Held-out loss against depth"
 
 
+def test_a_scheme_that_diverged_is_not_among_those_that_the_title_counts():
+    runs = table(schemes=("pre_rmsnorm", "lns", "bhyt"), statuses={("bhyt", 4): "diverged"})
+    deep = runs["depth"].eq(4) & runs["scheme"].eq("lns") & runs["metric"].eq("loss")
+    runs.loc[deep, "value"] -= 0.5
+    title = depth_scaling(runs).layout.title.text
+    assert title.replace("<br>", " ").endswith("lower at 4 blocks than at 2 under 1 of 2 schemes")
+
+
 def test_a_difference_is_drawn_only_where_both_schemes_learned():
     figure = depth_scaling(table(statuses={("lns", 4): "not_learned"}))
     assert [gap.meta["depth"] for gap in lines(figure, scheme="lns", panel="difference")] == [2]
