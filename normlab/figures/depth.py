@@ -207,7 +207,8 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
             mode="markers",
             name=outcome,
             marker=dict(symbol=symbol, size=9, color=[style.color for style in styles]),
-            hovertemplate="%{y}: %{x:.3f} nats<extra>" + outcome + "</extra>",
+            text=[_loss_in_words(loss, outcome) for loss in own["loss"]],
+            hovertemplate="%{y}: %{text}<extra>" + outcome + "</extra>",
             meta={"outcome": outcome, "schemes": list(own.index)},
             row=1,
             col=1,
@@ -224,6 +225,14 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
     about = f"{shown.describe()} · {counts}<br>{marks}"
     title = f"Which schemes train at depth {shown.depths[0]}: {(table['outcome'] == TRAINS).sum()} of {len(table)}"
     return theme.titled(figure, title, about, 234 + _ROW * len(table))
+
+
+def _loss_in_words(loss: float, outcome: str) -> str:
+    """The loss itself, which may lie further up than its mark; of a scheme that diverged, that of its other seeds."""
+    nats = f"{loss:.3f} nats" if math.isfinite(loss) else ""
+    if outcome == DIVERGES:
+        return f"diverged, {nats} over the other seeds" if nats else "diverged"
+    return nats
 
 
 def _profile(shown: Selection, names: list[str], site: str, metric: str, when: str, column: int) -> go.Heatmap:

@@ -98,6 +98,20 @@ def test_where_a_cross_stands_and_in_what_unit_a_panel_is_are_said():
     assert len(values) > 1 and [float(text) for text in stream.colorbar.ticktext] == pytest.approx(values)
 
 
+def test_a_mark_says_its_loss_when_hovered_not_where_it_stands():
+    runs = mixed()
+    far = runs["scheme"].eq("pre_rmsnorm") & runs["metric"].eq("loss") & runs["depth"].eq(4)
+    runs["value"] = runs["value"].mask(far, 9.06)
+    two = [one_run("lns", seed=seed, status=status) for seed, status in ((1, "finished"), (2, "diverged"))]
+    words = {}
+    for table_of_runs in (runs, pd.concat(two, ignore_index=True)):
+        dots = [t for t in trains_at_depth(table_of_runs).data if t.meta and "outcome" in t.meta]
+        assert all("%{x" not in trace.hovertemplate and "%{text}" in trace.hovertemplate for trace in dots)
+        words |= {title: text for trace in dots for title, text in zip(trace.y, trace.text or (), strict=True)}
+    assert words[SCHEMES["pre_rmsnorm"].title] == "9.060 nats" and words[SCHEMES["bhyt"].title] == "diverged"
+    assert words[SCHEMES["lns"].title] == "diverged, 4.400 nats over the other seeds"
+
+
 def test_profiles_run_from_the_first_layer_to_the_last_in_the_rows_order():
     figure = trains_at_depth(mixed())
     gradient, stream = (t for t in figure.data if t.type == "heatmap")
