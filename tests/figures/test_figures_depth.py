@@ -59,6 +59,18 @@ def test_a_difference_is_marked_for_its_verdict():
     assert "Holm over 8: ● different, ■ equivalent, ○ undecided" in text_of(depth_scaling(table()))
 
 
+def test_a_marks_symbol_is_of_the_seeds_that_it_is_the_mean_of():
+    def drawn(*statuses: str) -> tuple[str, str, str]:
+        runs = [one_run("lns", seed=seed, status=status) for seed, status in enumerate(statuses)]
+        line, cross = lines(depth_scaling(pd.concat(runs)), scheme="lns", panel="loss")
+        return line.marker.symbol[0], line.text[0], cross.text[0]
+
+    symbol, said, beside = drawn("diverged", "not_learned", "not_learned")
+    assert symbol == "circle-open" and said.startswith("2 seed(s), 95% interval")
+    assert said.endswith("1 of 3 seeds diverged, 2 of 3 seeds not learned") and "1 of 3 seeds diverged" in beside
+    assert drawn("diverged", "finished")[0] == "circle"
+
+
 def test_lines_that_reach_the_deepest_depth_have_a_label_and_all_schemes_a_row():
     runs = table(depths=(2, 4, 8))
     figure = depth_scaling(runs[(runs["scheme"] != "bhyt") | (runs["depth"] == 2)])

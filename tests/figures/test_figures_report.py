@@ -31,8 +31,8 @@ def test_a_block_whose_error_is_not_finite_adds_most_and_stands_above_all_others
 
 
 def test_a_difference_that_is_not_finite_says_so_when_hovered_and_under_the_title():
-    table = pd.DataFrame({"site": ["mlp_out"] * 4, "layer": [1, 2, 3, 4], "difference": [0.0, 2e-4, math.inf, math.nan]})
-    table = table.assign(noise=1e-4, parts=[False, False, True, False])
+    table = pd.DataFrame({"layer": [1, 2, 3, 4], "difference": [0.0, 2e-4, math.inf, math.nan]})
+    table = table.assign(site="mlp_out", noise=1e-4, parts=[False, False, True, False])
     figure = difference_figure(table)
     _, own = figure.data
     assert own.text[1:3] == ("mlp out, 2: 0.0002", "mlp out, 3: not finite") and "%{text}" in own.hovertemplate
