@@ -333,6 +333,28 @@ def test_runs_of_unequal_length_do_not_stand_side_by_side_at_their_rates():
         assert draw(pd.concat([whole, one_run("lns", lr=3e-3), stopped])).data, "a diverged run stopped early"
 
 
+def test_figures_by_rate_say_what_runs_were_trained_unlike_in():
+    rates = [one_run("lns", lr=lr).assign(recipe=f"warmup={warmup} clip=5") for lr, warmup in ((1e-3, 0.1), (3e-3, 0.5))]
+    for draw in (loss_by_rate, quantity_by_rate):
+        assert "trained unlike: warmup 0.1 and 0.5 (LNS)" in text_of(draw(pd.concat(rates)))
+        assert "unlike" not in text_of(draw(pd.concat(rates).assign(recipe="warmup=0.1")))
+
+
+def test_figures_by_rate_say_that_runs_are_of_two_texts():
+    rates = [one_run("lns"), one_run("lns", lr=3e-3)]
+    rates[1]["value"] = rates[1]["value"].mask(rates[1]["metric"] == "unigram_entropy", 4.95)
+    for draw in (loss_by_rate, quantity_by_rate):
+        said = text_of(draw(pd.concat(rates))).replace("<br>", " ")
+        assert "The runs of 4 blocks were measured on 2 texts or in other tokens (unigram_entropy 4.950, 6.000)" in said
+
+
+def test_a_quantity_by_rate_counts_the_runs_that_diverged():
+    runs = [one_run("lns", seed=seed, status="diverged" if seed else "finished") for seed in range(3)]
+    said = text_of(quantity_by_rate(pd.concat([*runs, one_run("lns", lr=3e-3)])))
+    assert "1 seed " in said and "without 2 runs that diverged" in said
+    assert "diverged" not in text_of(quantity_by_rate(two_rates()))
+
+
 def test_a_figure_by_rate_names_the_width_that_it_picks():
     runs = pd.concat([one_run("lns", lr=lr, seed=seed) for lr in (1e-3, 3e-3) for seed in (0, 1)])
     wide = runs[runs["seed"] == 0].assign(width=32, run=lambda rows: rows["run"] + "-wide")
