@@ -167,8 +167,8 @@ def _at_all_rates(runs: pd.DataFrame, depth: int | None) -> tuple[pd.DataFrame, 
         if len(texts := sorted(about[column].dropna().round(6).unique())) > 1:
             levels = ", ".join(f"{level:.3f}" for level in texts)
             raise NothingToShow(
-                f"The runs of {depth} blocks were measured on {len(texts)} texts or in other tokens ({column} {levels}): "
-                "keep those of one."
+                f"The runs of {depth} blocks were measured on {len(texts)} texts or in other tokens "
+                f"({column} {levels}): keep those of one."
             )
     require_one_length(about)
     return about, depth
