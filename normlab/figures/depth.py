@@ -78,7 +78,7 @@ def depth_scaling(runs: pd.DataFrame | Selection) -> go.Figure:
     tested = f"{LEVEL:.0%} intervals, Holm over {family}: {theme.VERDICT_KEY}" if family else "one seed: no intervals"
     right = f"right, difference from {theme.style_of(base).title}, paired by seed, {tested}"
     marks = f"left: ○ not learned, × diverged · {right}"
-    about = f"{shown.describe()}<br>{marks}<br>{levels_in_words(levels)}"
+    about = "<br>".join(filter(None, [shown.describe(), marks, levels_in_words(levels)]))
     return theme.titled(figure, f"Held-out loss against depth{_falls(points, depths)}", about, height)
 
 

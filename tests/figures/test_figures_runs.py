@@ -82,6 +82,23 @@ def test_loss_curves_show_both_splits_and_the_unigram_entropy():
     assert any("LNS 4.400" in a.text for a in figure.layout.annotations)
 
 
+def test_a_loss_says_of_how_many_seeds_it_is_the_mean_at_its_step():
+    seeds = [one_run("lns", seed=seed, status="diverged" if seed == 2 else "finished") for seed in range(3)]
+    figure = loss_curves(pd.concat(seeds))
+    for split in ("train", "eval"):
+        (line,) = [t for t in lines(figure, scheme="lns", split=split) if "seed" not in t.meta]
+        assert list(line.customdata) == [3, 2, 2] and "mean of %{customdata} seed(s)" in line.hovertemplate
+
+
+@pytest.mark.parametrize("draw", [loss_curves, depth_scaling])
+def test_no_dotted_line_is_named_where_none_is_drawn(draw):
+    runs = one_run("lns", steps=(0, 10))
+    assert "dotted: held-out unigram entropy" in text_of(draw(runs))
+    unknown = draw(runs[runs["metric"] != "unigram_entropy"]).layout.title.subtitle.text
+    assert "dotted: " not in unknown and not unknown.endswith("<br>")
+    assert "dotted: held-out bigram loss" in text_of(draw(runs.replace({"metric": {"unigram_entropy": "bigram_loss"}})))
+
+
 def with_counted(runs: pd.DataFrame, **levels: float) -> pd.DataFrame:
     """The table, with runs that know those losses."""
     known = runs[runs["metric"] == "unigram_entropy"]
