@@ -84,6 +84,9 @@ def by_layer(
     measured = means(rows.assign(depth=rows["layer"].astype(int)), metric).rename(columns={"a": "scheme"})
     table = measured.sort_values("depth")
     remarks = ["dots are seeds, shaded: 95% interval"] if rows["seed"].nunique() > 1 else []
+    is_number = np.isfinite(rows["value"].astype(float))
+    remarks += [] if is_number.all() else [f"{(~is_number).sum()} of {len(rows)} values not finite"]
+    rows = rows[is_number]
     lowest = -math.inf
     if log:  # a line to what a logarithm does not have would fall out of the figure
         table["estimate"] = table["estimate"].where(table["estimate"] > 0)

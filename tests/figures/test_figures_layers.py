@@ -90,6 +90,15 @@ def test_an_interval_that_a_log_axis_cannot_hold_is_cut_at_the_axis_and_said_to_
     assert "are cut" not in text_of(by_layer(rows)), "a linear axis holds it"
 
 
+def test_a_value_that_is_not_finite_does_not_lie_below_a_log_axis(measured):
+    rows = measured.query("depth == 4 and metric == 'skip_delta_loss' and part == 'block'").copy()
+    rows["value"] = rows["value"].mask(rows["scheme"].eq("lns") & rows["layer"].eq(2) & rows["seed"].eq(1), np.nan)
+    for log in (True, False):
+        figure = by_layer(rows.assign(value=1.0 + rows["value"]), log=log)
+        assert "1 of 24 values not finite" in text_of(figure) and "lie below" not in text_of(figure)
+        assert sum(len(trace.y) for trace in figure.data if trace.mode == "markers") == 23
+
+
 def test_the_title_names_what_is_left_out(measured):
     titles = {
         part: by_layer(measured[measured["part"] == "block"].assign(part=part), part=part).layout.title.text
