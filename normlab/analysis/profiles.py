@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -247,22 +247,41 @@ class Profiles:
 
     def remarks(self, view: View) -> list[str]:
         """Remarks on the schemes of a view, shown or missing: one short sentence each."""
-        here = self.at(view.rate)
-        if here.missing:
-            return [here.missing]
-        found = []
-        shown = {line.scheme for line in self.lines(view)}
+        if missing := self.at(view.rate).missing:
+            return [missing]
+        remarks = {scheme: self._remark(view, scheme) for scheme in view.schemes}
+        return [f"{title_of(scheme)}: {remark}" for scheme, remark in remarks.items() if remark]
+
+    def left_out(self, view: View) -> list[str]:
+        """The remarks on the schemes of a view that have no line in it: those of one reason together."""
+        if self.at(view.rate).missing:
+            return []
+        shown, found = {line.scheme for line in self.lines(view)}, dict[str, list[str]]()
         for scheme in view.schemes:
-            place = scheme, view.depth
-            remark = here._remarks.get(place)
-            if remark is None:
-                where = f"depth {view.depth}" if place not in self._remarks else f"learning rate {view.rate:g}"
-                remark = f"{NOT_TRAINED} at {where}"
-            elif scheme not in shown:
-                remark = (remark + ", " if remark else "") + f"nothing measured at step {view.step}"
-            if remark:
-                found.append(f"{title_of(scheme)}: {remark}")
-        return found
+            if scheme not in shown:
+                found.setdefault(self._remark(view, scheme), []).append(title_of(scheme))
+        return [f"{'; '.join(titles)}: {remark}" for remark, titles in found.items()]
+
+    def _remark(self, view: View, scheme: str) -> str:
+        place = scheme, view.depth
+        remark = self.at(view.rate)._remarks.get(place)
+        if remark is None:
+            where = f"depth {view.depth}" if place not in self._remarks else f"learning rate {view.rate:g}"
+            return f"{NOT_TRAINED} at {where}"
+        if (scheme, view.step) in self.lines_by_step(view):
+            return remark
+        return (remark + ", " if remark else "") + self._why_missing(view, scheme)
+
+    def _why_missing(self, view: View, scheme: str) -> str:
+        """Why a scheme that was trained has no line in a view."""
+        own = self.lines_by_step(replace(view, relative=False, reference=None)).get((scheme, view.step))
+        if own is None:
+            return f"nothing measured at step {view.step}"
+        if view.reference is None:
+            return f"nothing relative to layer 1 at step {view.step}"
+        if metric_row(view.metric).is_ratio and not (own.values > 0).any():
+            return f"0 at step {view.step}, of which there is no ratio"
+        return f"nothing to compare with {title_of(view.reference)} at step {view.step}"
 
 
 def _over_seeds(values: np.ndarray, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

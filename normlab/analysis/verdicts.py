@@ -166,7 +166,7 @@ def interval(values: np.ndarray, level: float = LEVEL) -> tuple[np.ndarray, np.n
     A single value has no bounds; without values all are NaN.
     """
     count = len(values)
-    mean = values.mean(axis=0) if count else np.full(values.shape[1:], np.nan)
+    mean = values.mean(axis=0) if count else np.full(values.shape[1:], np.nan)[()]  # a number, where others are one
     half = np.full_like(mean, np.nan)
     if count > 1:
         half = t_quantile(level, count - 1) * values.std(axis=0, ddof=1) / math.sqrt(count)

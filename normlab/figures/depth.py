@@ -55,7 +55,7 @@ def depth_scaling(runs: pd.DataFrame | Selection) -> go.Figure:
     """
     shown = selected(runs, depth=None)
     points = _depth_points(shown)
-    if points["mean"].notna().sum() == 0 and not (points["status"] == DIVERGED).any():
+    if points["mean"].notna().sum() == 0 and not points["diverged"].any():
         raise NothingToShow("No held-out loss was logged in these runs.")
     base, depths = shown.schemes[0], shown.depths
     names = [name for name in shown.schemes if name != base]
@@ -78,7 +78,7 @@ def depth_scaling(runs: pd.DataFrame | Selection) -> go.Figure:
     tested = f"{LEVEL:.0%} intervals, Holm over {family}: {theme.VERDICT_KEY}" if family else "one seed: no intervals"
     right = f"right, difference from {theme.style_of(base).title}, paired by seed, {tested}"
     marks = f"left: ○ not learned, × diverged · {right}"
-    about = f"{shown.describe()}<br>{marks}<br>{levels_in_words(levels)}"
+    about = "<br>".join(filter(None, [shown.describe(), marks, levels_in_words(levels)]))
     return theme.titled(figure, f"Held-out loss against depth{_falls(points, depths)}", about, height)
 
 
@@ -92,14 +92,17 @@ def _falls(points: pd.DataFrame, depths: list[int]) -> str:
 
 
 def _depth_points(shown: Selection) -> pd.DataFrame:
-    """By scheme and depth: mean and interval of the last loss, seeds, the worst status."""
+    """By scheme and depth: mean and interval of the last loss, and its seeds.
+
+    `not_learned` tells whether one of these seeds has not learned, `diverged` whether another one diverged.
+    """
     rows = []
     for (scheme, depth), group in last_values(shown, "loss").groupby(["scheme", "depth"], observed=True):
-        statuses = set(shown.runs.loc[group["run"], "status"])
+        status, has_loss = shown.runs["status"][group["run"]].to_numpy(), group["value"].notna().to_numpy()
         mean, low, high = interval(group["value"].dropna().to_numpy(float))
-        status = next((s for s in (DIVERGED, NOT_LEARNED) if s in statuses), FINISHED)
-        rows.append((str(scheme), int(depth), mean, low, high, int(group["value"].notna().sum()), status))
-    columns = ["scheme", "depth", "mean", "low", "high", "seeds", "status"]
+        about = (int(has_loss.sum()), (status[has_loss] == NOT_LEARNED).any(), (status == DIVERGED).any())
+        rows.append((str(scheme), int(depth), mean, low, high, *about))
+    columns = ["scheme", "depth", "mean", "low", "high", "seeds", "not_learned", "diverged"]
     return pd.DataFrame(rows, columns=columns).sort_values("depth")
 
 
@@ -112,21 +115,22 @@ def _add_losses(
     labels = []
     for name in shown.schemes:
         mine, style = points[points["scheme"] == name], theme.style_of(name)
-        drawn, broken = mine[mine["mean"].notna()], mine[mine["status"] == DIVERGED]
+        drawn, broken = mine[mine["mean"].notna()], mine[mine["diverged"]]
         text = [
             f"{row.seeds} seed(s)"
             + (f", {LEVEL:.0%} interval {row.low:.3f} to {row.high:.3f}" if math.isfinite(row.low) else "")
-            + ("" if row.status == FINISHED else f", {row.status.replace('_', ' ')}")
+            + (f", {remark}" if (remark := shown.remark(name, row.depth)) else "")
             for row in drawn.itertuples()
         ]
-        symbols = ["circle-open" if status == NOT_LEARNED else "circle" for status in drawn["status"]]
+        symbols = ["circle-open" if not_learned else "circle" for not_learned in drawn["not_learned"]]
         hover = f"<br>depth %{{x}}: %{{y:.4f}}, %{{text}}<br><i>loss: {LOSS.definition}</i>"
         add_line(figure, name, drawn["depth"].tolist(), drawn["mean"], hover, row=1, col=1, mode="lines+markers",
                  text=text, marker=dict(color=style.color, size=7, symbol=symbols),
                  meta=dict(scheme=name, panel="loss"))  # fmt: skip
         if len(broken):
+            text = [shown.remark(name, depth) for depth in broken["depth"]]
             add_line(figure, name, broken["depth"].tolist(), [bounds[1]] * len(broken),
-                     "<br>depth %{x}: diverged", row=1, col=1, mode="markers", name=f"{name} diverged",
+                     "<br>depth %{x}: %{text}", text=text, row=1, col=1, mode="markers", name=f"{name} diverged",
                      cliponaxis=False, marker=dict(symbol="x", size=9, color=style.color),
                      meta=dict(scheme=name, panel="loss", diverged=True))  # fmt: skip
         deepest = drawn[drawn["depth"] == shown.depths[-1]]
@@ -207,7 +211,8 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
             mode="markers",
             name=outcome,
             marker=dict(symbol=symbol, size=9, color=[style.color for style in styles]),
-            hovertemplate="%{y}: %{x:.3f} nats<extra>" + outcome + "</extra>",
+            text=[_loss_in_words(loss, outcome) for loss in own["loss"]],
+            hovertemplate="%{y}: %{text}<extra>" + outcome + "</extra>",
             meta={"outcome": outcome, "schemes": list(own.index)},
             row=1,
             col=1,
@@ -224,6 +229,14 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
     about = f"{shown.describe()} · {counts}<br>{marks}"
     title = f"Which schemes train at depth {shown.depths[0]}: {(table['outcome'] == TRAINS).sum()} of {len(table)}"
     return theme.titled(figure, title, about, 234 + _ROW * len(table))
+
+
+def _loss_in_words(loss: float, outcome: str) -> str:
+    """The loss itself, which may lie further up than its mark; of a scheme that diverged, that of its other seeds."""
+    nats = f"{loss:.3f} nats" if math.isfinite(loss) else ""
+    if outcome == DIVERGES:
+        return f"diverged, {nats} over the other seeds" if nats else "diverged"
+    return nats
 
 
 def _profile(shown: Selection, names: list[str], site: str, metric: str, when: str, column: int) -> go.Heatmap:
@@ -247,6 +260,7 @@ def _profile(shown: Selection, names: list[str], site: str, metric: str, when: s
         y=[theme.style_of(name).title for name in names],
         z=values,
         colorscale=theme.SEQUENTIAL,
+        hoverongaps=False,
         colorbar=dict(
             thickness=8,
             len=0.5,

@@ -176,8 +176,8 @@ def growth_before_after(
     seed; the 95% interval (`normlab.analysis.verdicts`) is in brackets. Control schemes are always among the rows.
 
     Args:
-        published: table of `normlab.load_published`. Its ratios at the same metric are listed next to ours; a footnote
-            names the model.
+        published: table of `normlab.load_published`. Its ratios at the same metric are listed next to ours, each in one
+            model after its last layer; a footnote names the model.
     """
     row, shown = metric_row(metric), selected(runs, same_rate=True)
     start, end = _ends_of(shown, metric)
@@ -191,9 +191,9 @@ def growth_before_after(
     if table["end"].notna().sum() == 0:
         raise NothingToShow(f"{metric} was not measured at: {site_label('block_out')}.")
     base, names = shown.schemes[0], [str(name) for name in table.index]
-    points = published_points(published, metric, shown.schemes).drop_duplicates("scheme")
-    points = points if row.is_ratio and base in set(points["scheme"]) else points.iloc[:0]
-    printed = points.set_index("scheme")["value"].astype(np.float64)
+    points = _printed_ratios(published_points(published, metric, shown.schemes), base)
+    points = points if row.is_ratio else points.iloc[:0]
+    printed = points.set_index("scheme")["ratio"].astype(np.float64)
     pairs = {
         when: {n: differences(values, n, base, metric).iloc[0] for n in names if n != base}
         for when, values in (("before", start), ("after", end))
@@ -209,12 +209,26 @@ def growth_before_after(
     right, bottom = (400, 82) if len(printed) else (275, 62)
     figure.update_layout(showlegend=False, margin=dict(l=150, r=right, t=100, b=bottom))
     if len(printed):
-        layers = ", ".join(str(layer) for layer in sorted(points["layer"].unique()))
-        footnote(figure, f"published: ratio in another model after its layer {layers}: {published_source(points)}.")
+        sources = (f"layer {layer}: {published_source(own)}" for layer, own in points.groupby("layer", sort=False))
+        footnote(figure, f"published: ratio in another model after its {'; after '.join(sources)}.")
     title = f"{row.label[0].upper()}{row.label[1:]} after the last layer{_end(table, pairs['after'], base, row)}"
     about = f"{shown.describe()} · ○ step 0, ● after training"
     about += " · clearly: after Holm's correction" * ("clearly" in title)
     return theme.titled(figure, title, about, 180 + 20 * bool(len(printed)) + _ROW * (len(table) + 1))
+
+
+def _printed_ratios(points: pd.DataFrame, base: str) -> pd.DataFrame:
+    """Published values with their `ratio` to `base` after the last layer of the same model, one per scheme.
+
+    Of several models that have a scheme it is the first.
+    """
+    found = []
+    for _, own in points.groupby(["paper", "where", "model"], sort=False, dropna=False):
+        last = own[own["layer"] == own["layer"].max()]
+        below = last.loc[last["scheme"] == base, "value"]
+        if len(below) == 1 and len(last) > 1:
+            found.append(last.assign(ratio=last["value"] / below.iloc[0]))
+    return pd.concat(found).drop_duplicates("scheme") if found else points.iloc[:0].assign(ratio=np.nan)
 
 
 def _ends_of(shown: Selection, metric: str) -> list[pd.DataFrame]:
@@ -284,7 +298,7 @@ def _add_ratios(
         cells = {when: same if name == base else _ratio(own[name]) for when, own in pairs.items()}
         cells["before"] = cells["before"].split(" ")[0]
         if name in printed.index:
-            cells["published"] = f"{printed[name] / printed[base]:.2f}"
+            cells["published"] = f"{printed[name]:.2f}"
         for key, text in cells.items():
             beside(figure, position, _TEXTS[key], text, theme.style_of(name).color)
 

@@ -17,7 +17,7 @@ from normlab.analysis.selection import (
     rates_in_words,
     seeds_in_words,
 )
-from normlab.analysis.verdicts import means
+from normlab.analysis.verdicts import bracketed, means
 from normlab.errors import NormlabError
 from normlab.figures import theme
 from normlab.figures.draw import add_line, axis_bounds, finite, least_and_most, panels, value_axis, whole
@@ -84,6 +84,9 @@ def by_layer(
     measured = means(rows.assign(depth=rows["layer"].astype(int)), metric).rename(columns={"a": "scheme"})
     table = measured.sort_values("depth")
     remarks = ["dots are seeds, shaded: 95% interval"] if rows["seed"].nunique() > 1 else []
+    is_number = np.isfinite(rows["value"].astype(float))
+    remarks += [] if is_number.all() else [f"{(~is_number).sum()} of {len(rows)} values not finite"]
+    rows = rows[is_number]
     lowest = -math.inf
     if log:  # a line to what a logarithm does not have would fall out of the figure
         table["estimate"] = table["estimate"].where(table["estimate"] > 0)
@@ -153,9 +156,9 @@ def _add_scheme(figure: go.Figure, means: pd.DataFrame, dots: pd.DataFrame, metr
         hovertemplate="seed %{customdata}, %{x}: %{y:.4~g}<extra></extra>",
         **cell,
     )
-    ends = means[["low", "high"]].to_numpy(float).tolist()
-    hover = f"<br>%{{x}}: %{{y:.4~g}} [%{{customdata[0]:.4~g}}, %{{customdata[1]:.4~g}}]<br><i>{metric}</i>"
-    add_line(figure, name, whole(means["depth"]), means["estimate"], hover, customdata=ends, **cell)
+    ends = [bracketed(low, high, "{:.4g}".format) for low, high in zip(means["low"], means["high"], strict=True)]
+    hover = f"<br>%{{x}}: %{{y:.4~g}}%{{text}}<br><i>{metric}</i>"
+    add_line(figure, name, whole(means["depth"]), means["estimate"], hover, text=ends, **cell)
 
 
 @register("angular_distance", "C3", "angle between the stream after two layers", reads="experiments",
@@ -188,7 +191,7 @@ def by_pair(experiments: pd.DataFrame, metric: str = "angular_distance", *, dept
         hover = f"<b>{text}</b><br>{upwards} %{{y}}, {across} %{{x}}: %{{z:.3f}} ({unit})<extra></extra>"
         z = [finite(row) for row in wide.to_numpy(float)]
         figure.add_heatmap(x=whole(wide.columns), y=whole(wide.index), z=z, coloraxis="coloraxis", hovertemplate=hover,
-                           **cell)  # fmt: skip
+                           hoverongaps=False, **cell)  # fmt: skip
     high = float(np.nanquantile(rows["value"], 0.995))
     bar = dict(title=dict(text=unit, side="top"), thickness=10, outlinewidth=0)
     figure.update_layout(coloraxis=dict(colorscale=theme.SEQUENTIAL, cmin=0.0, cmax=high, colorbar=bar))

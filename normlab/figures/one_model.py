@@ -231,7 +231,8 @@ def skip_map(cost: pd.DataFrame, effect: pd.DataFrame, chosen: int, name: str = 
     most = max(filter(math.isfinite, effect["value"]), default=1.0)
     bar = dict(x=0.63, len=0.9, thickness=10, outlinewidth=0)
     figure.add_heatmap(name="effect", x=whole(wide.columns), y=whole(wide.index), z=z, zmin=0.0, zmax=most,
-                       colorbar=bar, colorscale=theme.SEQUENTIAL, hovertemplate=hover, row=1, col=2)  # fmt: skip
+                       colorbar=bar, colorscale=theme.SEQUENTIAL, hovertemplate=hover, hoverongaps=False,
+                       row=1, col=2)  # fmt: skip
     column = effect[effect["skipped"] == chosen].sort_values("layer")
     x, y, line = whole(column["layer"]), finite(column["value"]), dict(color=theme.style_of(name).color)
     figure.add_scatter(name="column", mode="lines+markers", x=x, y=y, line=line, row=1, col=3)

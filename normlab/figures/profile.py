@@ -28,7 +28,8 @@ _LINE = 92  # characters of a definition that fit above a plot of half a page
 class PlotOptions:
     """Options of a drawing: bands, log axis, page theme, published values, theory.
 
-    With `one_step` the value axis fits the view's step. Else it fits all steps, and does not move between them.
+    With `one_step` the value axis fits the view's step, and the title says which schemes have no line there and why.
+    Else the axis fits all steps, and does not move between them.
     """
 
     band: bool = True
@@ -135,9 +136,10 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     labels = label_trace([_end(line, styles[line.scheme]) for line in lines], bounds, _PANEL, log)
     traces += [] if labels is None else [labels]
     deepest = int(max([view.depth, *printed["layer"]]))
-    words = _title(view, profiles.rate(view), bool(bands))
+    said = wrap(" · ".join(profiles.left_out(view)), _LINE) if lines and options.one_step else []
+    words = _title(view, profiles.rate(view), bool(bands), said)
     title = dict(text=words, y=1, yref="container", yanchor="top", pad=dict(t=look.LINES_PAD))
-    layout = _layout(view, deepest, bounds, log) | {"title": title, "template": sheet}
+    layout = _layout(view, deepest, bounds, log, look.TITLE_LINE * len(said)) | {"title": title, "template": sheet}
     return {"data": traces, "layout": layout if lines else layout | {"annotations": [_nothing(profiles, view)]}}
 
 
@@ -195,8 +197,12 @@ def _band(line: Profile, style: look.Style) -> dict[str, Any]:
 
 def _line(line: Profile, view: View, style: look.Style, is_theory: bool = False) -> dict[str, Any]:
     """A scheme's line; a thin one with rings for what theory predicts."""
+    ends = np.stack([line.low, line.high], axis=1)
     spread = f"%{{customdata[0]:.4~g}} to %{{customdata[1]:.4~g}}, {line.seeds} seeds" if line.seeds > 1 else "1 seed"
     trace = dict(type="scatter", name=line.scheme, x=line.layers, y=line.values)
+    if line.seeds > 1 and not np.isfinite(ends[np.isfinite(line.values)]).all():  # as where one seed has the layer
+        spread = "%{text}"
+        trace |= dict(text=[_ends_in_words(low, high, line.seeds) for low, high in ends])
     if is_theory:
         trace |= dict(name=f"{line.scheme} theory", mode="lines+markers", line=dict(color=style.color, width=1))
         hover = _hover(view, style.title, "theory, before training")
@@ -204,7 +210,12 @@ def _line(line: Profile, view: View, style: look.Style, is_theory: bool = False)
     drawn = dict(color=style.color, dash=style.dash, width=2.2)
     trace |= dict(mode="lines", meta=dict(scheme=line.scheme), line=drawn)
     trace |= dict(hovertemplate=_hover(view, style.title, spread))
-    return trace if line.seeds == 1 else trace | dict(customdata=np.stack([line.low, line.high], axis=1))
+    return trace if line.seeds == 1 else trace | dict(customdata=ends)
+
+
+def _ends_in_words(low: float, high: float, seeds: int) -> str:
+    known = np.isfinite(low) and np.isfinite(high)
+    return f"{low:.4g} to {high:.4g}, {seeds} seeds" if known else f"no interval here, {seeds} seeds"
 
 
 def _hover(view: View, title: str, about: str) -> str:
@@ -226,7 +237,7 @@ def _end(line: Profile, style: look.Style) -> EndLabel:
     return EndLabel(last, style.title, style.color, x=int(line.layers[-1]))
 
 
-def _title(view: View, rate: str, band: bool) -> str:
+def _title(view: View, rate: str, band: bool, said: Sequence[str]) -> str:
     row = metric_row(view.metric)
     when = "before training" if view.step == 0 else f"step {view.step:,}"
     where = f"{site_label(view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
@@ -234,10 +245,11 @@ def _title(view: View, rate: str, band: bool) -> str:
     title = f"{row.label[0].upper()}{row.label[1:]} {by_layer}, {when}"
     shaded = "smallest to largest seed" if view.reference is None else f"{LEVEL:.0%} interval"
     about = row.definition + (f" · shaded: {shaded}" if band else "")
-    return look.in_one(title, where, *wrap(about, _LINE))
+    return look.in_one(title, where, *wrap(about, _LINE), *said)
 
 
-def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: bool) -> dict[str, Any]:
+def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: bool, room: int) -> dict[str, Any]:
+    """Axes and size; `room` is pixels of more lines in the title."""
     row = metric_row(view.metric)
     neutral = 1.0 if row.is_ratio else 0.0
     neutral_line = dict(color=look.NEUTRAL, dash="dot")
@@ -245,8 +257,8 @@ def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: b
     return dict(
         showlegend=False,
         autosize=True,
-        height=HEIGHT,
-        margin=_MARGIN,
+        height=HEIGHT + room,
+        margin=_MARGIN | {"t": _MARGIN["t"] + room},
         hovermode="closest",
         xaxis=dict(title=dict(text="layer"), range=[0, deepest], dtick=max(1, round(deepest / 8))),
         yaxis=dict(title=dict(text=_compared(view) or row.axis)) | value_axis(bounds, log),

@@ -29,7 +29,7 @@ OURS = ("circle", "square", "diamond", "triangle-up", "triangle-down")
 THEIRS = ("x-thin-open", "cross-thin-open", "asterisk-open", "y-up-open", "hourglass-open", "bowtie-open", "star-open")
 BROKEN = {"perplexity": 3.0}  # a model so many times worse than the base did not train: marked, not drawn to scale
 _NO_VALUES = pd.DataFrame(columns=["paper", "where", "model", "metric", "scheme", "value", "relative_error"])
-_NO_POINTS = pd.DataFrame(columns=["scheme", "layer", "value"])
+_NO_POINTS = pd.DataFrame(columns=["paper", "where", "model", "scheme", "layer", "value"])
 _MARK = 13  # pixels from a mark of a scheme to the next
 
 

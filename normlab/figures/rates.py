@@ -26,6 +26,7 @@ from normlab.analysis.selection import (
 from normlab.figures import theme
 from normlab.figures.draw import EndLabel, add_line, axis_bounds, label_ends, label_room, mark, value_axis
 from normlab.figures.registry import register
+from normlab.probes.metrics import NGRAM_LOSSES
 
 _HEIGHT = 480
 _MARGIN = dict(l=70, r=190, t=104, b=62)
@@ -37,7 +38,8 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
 
     Lines go through means over seeds; dots are seeds. A scheme that was trained at one rate is a dot. The dotted line
     is the trigram model's loss. A triangle at the upper edge is a run above what is shown, or one that diverged. A run
-    without a held-out loss is left out. Runs of unequal length are not shown together.
+    without a held-out loss is left out. Runs of unequal length, or measured on several texts, are not shown together.
+    What else they were trained unlike in is said under the title.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -98,8 +100,9 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     beyond = "above it" if math.isfinite(trigram) else "diverged"
     words += [f"triangles: {beyond}"] if (about["eval_loss"] > bounds[1]).any() else []
     unknown = int(about["eval_loss"].isna().sum())
-    words += [f"without {unknown} run{'s' if unknown > 1 else ''} that logged no held-out loss"] if unknown else []
-    return theme.titled(figure, "Held-out loss against learning rate", " · ".join(words), _HEIGHT)
+    words += [f"without {_counted(unknown)} that logged no held-out loss"] if unknown else []
+    words += [Selection(runs, about).recipes()]
+    return theme.titled(figure, "Held-out loss against learning rate", " · ".join(filter(None, words)), _HEIGHT)
 
 
 @register("growth_by_rate", "N5", "growth of the stream against learning rate")
@@ -107,7 +110,8 @@ def quantity_by_rate(runs: pd.DataFrame, quantity: str = "growth", depth: int | 
     """A quantity after training against the learning rate, one line per scheme (N5).
 
     Lines go through means over seeds, geometric ones of sizes; dots are seeds. A ring is a run that did not learn. Runs
-    that diverged have no value. Runs of unequal length are not shown together.
+    that diverged have no value: they are counted under the title, as is what runs were trained unlike in. Runs of
+    unequal length, or measured on several texts, are not shown together.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -116,7 +120,8 @@ def quantity_by_rate(runs: pd.DataFrame, quantity: str = "growth", depth: int | 
     """
     row, (about, depth) = quantity_row(quantity), _at_all_rates(runs, depth)
     label = "held-out loss" if quantity == "loss" else row.label
-    values = values_of(Selection(runs[runs["run"].isin(about.index)], about), quantity).dropna(subset="value")
+    shown = Selection(runs[runs["run"].isin(about.index)], about)
+    values = values_of(shown, quantity).dropna(subset="value")
     if values.empty:
         raise NothingToShow(f"{quantity} was not measured in the runs of {depth} blocks.")
     figure = go.Figure()
@@ -135,8 +140,15 @@ def quantity_by_rate(runs: pd.DataFrame, quantity: str = "growth", depth: int | 
     figure.update_yaxes(title_text=row.axis, **value_axis(bounds, row.log))
     figure.update_layout(margin=dict(l=70, r=30, t=104, b=62))
     seeds = seeds_in_words(values.groupby(["scheme", "lr"])["seed"].nunique())
-    about_runs = f"{depth} blocks · width {about['width'].iloc[0]} · {seeds} · {row.definition}"
+    words = [f"{depth} blocks", f"width {about['width'].iloc[0]}", seeds, row.definition]
+    diverged = int((about["status"] == DIVERGED).sum())
+    words += [f"without {_counted(diverged)} that diverged"] if diverged else []
+    about_runs = " · ".join(filter(None, [*words, shown.recipes()]))
     return theme.titled(figure, f"{label[0].upper()}{label[1:]} against learning rate", about_runs, _HEIGHT)
+
+
+def _counted(runs: int) -> str:
+    return f"{runs} run{'s' if runs > 1 else ''}"
 
 
 def _at_all_rates(runs: pd.DataFrame, depth: int | None) -> tuple[pd.DataFrame, int]:
@@ -149,7 +161,14 @@ def _at_all_rates(runs: pd.DataFrame, depth: int | None) -> tuple[pd.DataFrame, 
     if about.empty:
         raise NothingToShow(f"No run of {depth} blocks in the table.")
     about = one_precision(about[about["width"] == about["width"].mode().iloc[0]])
-    if about.duplicated(["scheme", "lr", "seed"]).any() or about["trigram_loss"].dropna().round(6).nunique() > 1:
+    if about.duplicated(["scheme", "lr", "seed"]).any():
         raise NothingToShow("Runs of one scheme, rate and seed differ in something else: keep those of one setting.")
+    for column in NGRAM_LOSSES:
+        if len(texts := sorted(about[column].dropna().round(6).unique())) > 1:
+            levels = ", ".join(f"{level:.3f}" for level in texts)
+            raise NothingToShow(
+                f"The runs of {depth} blocks were measured on {len(texts)} texts or in other tokens "
+                f"({column} {levels}): keep those of one."
+            )
     require_one_length(about)
     return about, depth

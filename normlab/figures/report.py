@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from normlab.errors import NormlabError
 from normlab.figures import theme
-from normlab.figures.draw import axis_bounds, interval_bars, value_axis, whole
+from normlab.figures.draw import axis_bounds, finite, interval_bars, value_axis, whole
 from normlab.figures.layers import BY_LAYER, BY_PAIR
 from normlab.probes.metrics import metric_row, site_label, site_order
 
@@ -22,6 +22,7 @@ from normlab.probes.metrics import metric_row, site_label, site_order
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LOG_DECADES = 1.5  # a logarithmic axis from this many decades on
 WHOLE_TICKS = 32  # layers up to which each has a tick
+_BEYOND = 3  # times the largest number: there a figure of differences has what is not finite
 
 
 def layer_figure(
@@ -96,10 +97,10 @@ def layer_heatmap(table: pd.DataFrame, metric: str | None = None, mask: str = "a
 
 
 def _heat_map(x: Any, y: Any, z: Any, bar: dict[str, Any], **trace: Any) -> go.Figure:
-    """`z` in colours over names or layers."""
+    """`z` in colours over names or layers. What has no value is blank, and says nothing when hovered."""
     x, y = (axis if isinstance(axis, list) else whole(axis) for axis in (x, y))
-    bar = bar | {"outlinewidth": 0}
-    return go.Figure(go.Heatmap(x=x, y=y, z=z, colorscale=theme.SEQUENTIAL, colorbar=bar, **trace))
+    look = {"colorscale": theme.SEQUENTIAL, "colorbar": bar | {"outlinewidth": 0}, "hoverongaps": False}
+    return go.Figure(go.Heatmap(x=x, y=y, z=z, **look, **trace))
 
 
 def _measured(table: pd.DataFrame, metric: str | None, mask: str) -> pd.DataFrame:
@@ -265,24 +266,24 @@ def difference_figure(table: pd.DataFrame) -> go.Figure:
     """The difference of two models at each site in order of computation, and how far rounding moves it.
 
     Args:
-        table: columns `site layer difference noise parts`, of `normlab.diff`.
+        table: columns `site layer difference noise parts`, of `normlab.diff`. A difference that is not finite is drawn
+            above all others.
     """
     names = [f"{site.replace('_', ' ')}, {layer}" for site, layer in zip(table["site"], table["layer"], strict=True)]
     least = max(float(table["noise"][table["noise"] > 0].min()) / 10 if (table["noise"] > 0).any() else 0, 1e-12)
-    finite = table[["difference", "noise"]].replace(math.inf, np.nan)
-    largest = float(finite.max().max())
+    sizes = table[["difference", "noise"]]
+    edge = max(_edge(sizes), _BEYOND * least)
     figure = go.Figure()
     for column, label, color in (("noise", "rounding", COLORS[6]), ("difference", "difference", COLORS[0])):
-        values = table[column].clip(lower=least, upper=max(largest, least) * 3)
         figure.add_scatter(
             x=list(range(len(names))),
-            y=values.tolist(),
+            y=finite(table[column].clip(lower=least, upper=edge)),
             name=label,
             mode="lines+markers",
             marker={"size": 5, "color": color},
             line={"color": color, "dash": "dot" if column == "noise" else "solid"},
-            customdata=[[name, value] for name, value in zip(names, table[column], strict=True)],
-            hovertemplate="%{customdata[0]}: %{customdata[1]:.3g}<extra>" + label + "</extra>",
+            text=[f"{name}: {_size(value)}" for name, value in zip(names, table[column], strict=True)],
+            hovertemplate="%{text}<extra>" + label + "</extra>",
         )
     parts = table["parts"].to_numpy()
     if parts.any():
@@ -296,18 +297,21 @@ def difference_figure(table: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(type="log", title_text="relative difference", exponentformat="power")
     title = "The models agree within rounding" if not parts.any() else "Where the models part"
     figure.update_layout(showlegend=True)
-    return theme.titled(figure, title, "sites in order of computation; below the axis: no difference", 430)
+    about = "sites in order of computation; below the axis: no difference" + _not_finite(figure, sizes, edge)
+    return theme.titled(figure, title, about, 430)
 
 
 def added_figure(table: pd.DataFrame) -> go.Figure:
     """The error that each block adds on the first model's input, and what it does to the logits.
 
     Args:
-        table: columns `layer difference noise parts logits`, the `added` of `normlab.diff`.
+        table: columns `layer difference noise parts logits`, the `added` of `normlab.diff`. An error that is not finite
+            is the largest, and is drawn above all others.
     """
     names = ["embeddings", *(str(layer) for layer in table["layer"].iloc[1:-1]), "end"]
-    sizes = table[["difference", "noise", "logits"]].replace(math.inf, np.nan)
+    sizes = table[["difference", "noise", "logits"]].astype(float)
     sizes = sizes.where(sizes > 0)
+    edge = _edge(sizes)
     figure = go.Figure()
     for column, label, color, symbol in (
         ("noise", "rounding", COLORS[6], "line-ew-open"),
@@ -316,19 +320,41 @@ def added_figure(table: pd.DataFrame) -> go.Figure:
     ):
         figure.add_scatter(
             x=names,
-            y=[None if math.isnan(value) else value for value in sizes[column]],
+            y=finite(sizes[column].clip(upper=edge)),
             name=label,
             mode="markers",
             marker={"size": 9, "color": color, "symbol": symbol, "line": {"width": 2, "color": color}},
-            hovertemplate="%{x}: %{y:.3g}<extra>" + label + "</extra>",
+            text=[_size(value) for value in sizes[column]],
+            hovertemplate="%{x}: %{text}<extra>" + label + "</extra>",
         )
     most = sizes["difference"].where(table["parts"].astype(bool))
     title = "No block adds an error beyond rounding"
     if most.notna().any():
-        name = names[int(np.nanargmax(most))]
+        first = int(np.nanargmax(most))
+        name = names[first]
         title = f"Block {name} adds most error" if name.isdigit() else f"Most error is added by the {name}"
+        title += "" if math.isfinite(most.iloc[first]) else ": it is not finite"
     figure.update_xaxes(type="category", title_text="block")
     figure.update_yaxes(type="log", title_text="relative difference", exponentformat="power")
     figure.update_layout(showlegend=True)
     words = "each block of B on A's input, against A's block; no marker: no difference"
+    words += _not_finite(figure, sizes, edge)
     return theme.titled(figure, title, words, 430)
+
+
+def _edge(sizes: pd.DataFrame) -> float:
+    """Above all numbers: where a figure of differences has what is not finite."""
+    numbers = sizes.to_numpy(float)
+    return _BEYOND * float(numbers.max(where=np.isfinite(numbers) & (numbers > 0), initial=0.0)) or 1.0
+
+
+def _size(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "not finite"
+
+
+def _not_finite(figure: go.Figure, sizes: pd.DataFrame, edge: float) -> str:
+    """End the axis at the edge if something there is not finite, and say so."""
+    if not np.isinf(sizes.to_numpy(float)).any():
+        return ""
+    figure.update_traces(cliponaxis=False).update_yaxes(range=[None, math.log10(edge)])
+    return "; at the upper edge: not finite"

@@ -80,7 +80,7 @@ def loss_curves(runs: pd.DataFrame | Selection) -> go.Figure:
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(title_text=LOSS.axis, col=1)
     figure.update_layout(showlegend=False, margin=_MARGIN | dict(r=label_room(ends)), hovermode="closest")
-    about = f"{shown.describe()}<br>{levels_in_words(levels)}"
+    about = "<br>".join(filter(None, [shown.describe(), levels_in_words(levels)]))
     title = "Loss by training step"
     if split == "eval" and after.count() > 1:
         title += f": held-out loss ends at {least_and_most(after, '{:.3f}'.format)}"
@@ -109,10 +109,11 @@ def _add_curves(figure: go.Figure, rows: pd.DataFrame, name: str, split: str, wi
                  name=f"{name} seed {seed}", hoverinfo="skip")  # fmt: skip
     hover = (
         f", {'held-out' if split == 'eval' else 'training'} loss<br>step %{{x:,}}: %{{y:.4f}}"
-        f"<br><i>loss: {LOSS.definition}; mean of {wide.shape[1]} seed(s)</i>"
+        f"<br><i>loss: {LOSS.definition}; mean of %{{customdata}} seed(s)</i>"
     )
-    mean = wide.mean(axis=1)
-    add_line(figure, name, mean.index.tolist(), mean, hover, row=1, col=column, meta=dict(scheme=name, split=split))
+    mean, seeds = wide.mean(axis=1), wide.notna().sum(axis=1).tolist()
+    add_line(figure, name, mean.index.tolist(), mean, hover, row=1, col=column, customdata=seeds,
+             meta=dict(scheme=name, split=split))  # fmt: skip
 
 
 def _ends(shown: Selection, after: pd.Series, losses: pd.DataFrame) -> list[EndLabel]:
@@ -149,9 +150,9 @@ def mark_levels(
 
 
 def levels_in_words(levels: dict[str, float]) -> str:
-    """The dotted lines and their values: some may lie outside the panel that has labels."""
+    """The dotted lines and their values: some may lie outside the panel that has labels. Empty where there is none."""
     if len(levels) < 2:
-        return "dotted: held-out unigram entropy"
+        return "".join(f"dotted: held-out {label}" for label in levels)
     return "dotted: held-out " + ", ".join(f"{label} {level:.2f}" for label, level in levels.items())
 
 

@@ -34,7 +34,7 @@ def by_scheme(table: pd.DataFrame, columns: tuple[str, ...] = ("loss", "step")) 
     """A row per scheme, the lowest loss first, and a panel per column. A line is at Pre-LN's value.
 
     Losses are of each scheme's best rate, sizes of one rate for all. A triangle is a loss above a trigram model's, or
-    of a run that diverged: right of what is shown.
+    of a run that diverged: right of what is shown. Where no scheme has learned, all finite losses are shown.
 
     Args:
         table: of `normlab.study.league.standings`.
@@ -60,10 +60,7 @@ def by_scheme(table: pd.DataFrame, columns: tuple[str, ...] = ("loss", "step")) 
 
 def _add_panel(figure: go.Figure, table: pd.DataFrame, name: str, cell: dict[str, int]) -> None:
     _, _, axis, log = PANELS[name]
-    values = table[name].astype(float)
-    outside = values == math.inf
-    if name == "loss" and table["learned"].any():
-        outside |= ~table["learned"].astype(bool)
+    values, outside = table[name].astype(float), _outside(table, name)
     bounds = axis_bounds(values[~outside], log)
     if bounds is None:
         return
@@ -91,11 +88,22 @@ def _add_panel(figure: go.Figure, table: pd.DataFrame, name: str, cell: dict[str
     figure.update_xaxes(title_text=axis, **value_axis(bounds, log), **cell)
 
 
+def _outside(table: pd.DataFrame, name: str) -> pd.Series:
+    """True for values right of what a panel shows: infinite ones, and losses of what has not learned, if some has."""
+    values = table[name].astype(float)
+    outside = values == math.inf
+    if name == "loss" and table["learned"].any():
+        outside |= values.notna() & ~table["learned"].astype(bool)
+    return outside
+
+
 def _about(table: pd.DataFrame, shown: list[str]) -> str:
     words = [f"{table['depth'].iloc[0]} blocks", seeds_in_words(table["seeds"])]
     if "loss" in shown:
         words += ["dotted: Pre-LN"]
-        words += ["triangle: not learned, further right"] if not table["learned"].all() else []
+        words += [] if table["learned"].any() else ["no scheme has learned"]
+        reason = "not learned" if table["learned"].any() else "diverged"
+        words += [f"triangle: {reason}, further right"] if _outside(table, "loss").any() else []
         words += ["no intervals, so no rank"] if table["low"].isna().all() else []
     else:
         words += [f"all at rate {table['at'].iloc[0]:g}", "dotted: Pre-LN"]

@@ -15,6 +15,7 @@ from normlab.analysis.verdicts import (
     differences,
     holm,
     in_words,
+    interval,
     judged,
     means,
 )
@@ -46,6 +47,14 @@ def test_a_missing_run_costs_its_seed_and_nothing_else():
     assert (row["seeds"], row["df"], row["unpaired"]) == (3, 2, 1) and row["p"] == pytest.approx(expected.pvalue)
     lone = differences(layout(values[:, :2]), "s0", "s1", "loss").iloc[0]
     assert lone["seeds"] == 1 and np.isnan(lone["low"]) and np.isnan(lone["p"])
+
+
+def test_the_interval_of_numbers_is_three_numbers_also_of_none():
+    for values in ([], [1.0], [1.0, 3.0]):
+        found = interval(np.array(values))
+        assert all(isinstance(end, float) for end in found)
+        assert [bool(np.isnan(end)) for end in found] == [not values, len(values) < 2, len(values) < 2]
+    assert [end.shape for end in interval(np.empty((0, 3)))] == [(3,)] * 3
 
 
 def test_a_schemes_own_mean_has_students_interval():

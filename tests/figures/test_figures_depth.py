@@ -33,6 +33,14 @@ def test_the_title_counts_the_schemes_that_gain_from_depth():
     assert depth_scaling(runs[runs["depth"] == 2]).layout.title.text == "Held-out loss against depth"
 
 
+def test_a_scheme_that_diverged_is_not_among_those_that_the_title_counts():
+    runs = table(schemes=("pre_rmsnorm", "lns", "bhyt"), statuses={("bhyt", 4): "diverged"})
+    deep = runs["depth"].eq(4) & runs["scheme"].eq("lns") & runs["metric"].eq("loss")
+    runs.loc[deep, "value"] -= 0.5
+    title = depth_scaling(runs).layout.title.text
+    assert title.replace("<br>", " ").endswith("lower at 4 blocks than at 2 under 1 of 2 schemes")
+
+
 def test_a_difference_is_drawn_only_where_both_schemes_learned():
     figure = depth_scaling(table(statuses={("lns", 4): "not_learned"}))
     assert [gap.meta["depth"] for gap in lines(figure, scheme="lns", panel="difference")] == [2]
@@ -49,6 +57,18 @@ def test_a_difference_is_marked_for_its_verdict():
     same.loc[same["metric"].eq("loss") & same["scheme"].eq("bhyt"), "value"] = losses["value"].to_numpy()
     assert marks(same) == {"square"}
     assert "Holm over 8: ● different, ■ equivalent, ○ undecided" in text_of(depth_scaling(table()))
+
+
+def test_a_marks_symbol_is_of_the_seeds_that_it_is_the_mean_of():
+    def drawn(*statuses: str) -> tuple[str, str, str]:
+        runs = [one_run("lns", seed=seed, status=status) for seed, status in enumerate(statuses)]
+        line, cross = lines(depth_scaling(pd.concat(runs)), scheme="lns", panel="loss")
+        return line.marker.symbol[0], line.text[0], cross.text[0]
+
+    symbol, said, beside = drawn("diverged", "not_learned", "not_learned")
+    assert symbol == "circle-open" and said.startswith("2 seed(s), 95% interval")
+    assert said.endswith("1 of 3 seeds diverged, 2 of 3 seeds not learned") and "1 of 3 seeds diverged" in beside
+    assert drawn("diverged", "finished")[0] == "circle"
 
 
 def test_lines_that_reach_the_deepest_depth_have_a_label_and_all_schemes_a_row():
@@ -88,6 +108,20 @@ def test_where_a_cross_stands_and_in_what_unit_a_panel_is_are_said():
     (_, stream) = (t for t in figure.data if t.type == "heatmap")
     values = [10**tick for tick in stream.colorbar.tickvals]  # whose numbers have that unit, not their logarithms
     assert len(values) > 1 and [float(text) for text in stream.colorbar.ticktext] == pytest.approx(values)
+
+
+def test_a_mark_says_its_loss_when_hovered_not_where_it_stands():
+    runs = mixed()
+    far = runs["scheme"].eq("pre_rmsnorm") & runs["metric"].eq("loss") & runs["depth"].eq(4)
+    runs["value"] = runs["value"].mask(far, 9.06)
+    two = [one_run("lns", seed=seed, status=status) for seed, status in ((1, "finished"), (2, "diverged"))]
+    words = {}
+    for table_of_runs in (runs, pd.concat(two, ignore_index=True)):
+        dots = [t for t in trains_at_depth(table_of_runs).data if t.meta and "outcome" in t.meta]
+        assert all("%{x" not in trace.hovertemplate and "%{text}" in trace.hovertemplate for trace in dots)
+        words |= {title: text for trace in dots for title, text in zip(trace.y, trace.text or (), strict=True)}
+    assert words[SCHEMES["pre_rmsnorm"].title] == "9.060 nats" and words[SCHEMES["bhyt"].title] == "diverged"
+    assert words[SCHEMES["lns"].title] == "diverged, 4.400 nats over the other seeds"
 
 
 def test_profiles_run_from_the_first_layer_to_the_last_in_the_rows_order():

@@ -20,6 +20,13 @@ def lines_of(figure: go.Figure) -> dict[str, go.Scatter]:
     return {trace.name: trace for trace in figure.data if trace.meta}
 
 
+def band_of(figure: go.Figure, scheme: str) -> np.ndarray:
+    """The lower and the upper end of a scheme's interval by layer."""
+    (band,) = (trace for trace in figure.data if trace.name == f"{scheme} band")
+    low, high = np.array(band.y).reshape(2, -1)
+    return np.stack([low, high[::-1]])
+
+
 @pytest.fixture(scope="module")
 def measured() -> pd.DataFrame:
     """Three seeds of two schemes at depth 4, one run at depth 8, as `load_experiments` gives them."""
@@ -40,7 +47,8 @@ def test_a_line_is_the_mean_of_its_seeds_with_its_interval(measured):
         line = next(trace for trace in figure.data if trace.meta and trace.meta["scheme"] == scheme)
         sd = values.loc[scheme].std(ddof=1)  # the floor of two schemes is the smaller of their variances
         assert list(line.y) == pytest.approx(list(values.loc[scheme].mean()))
-        half = np.array([high - low for low, high in line.customdata]) / 2
+        low, high = band_of(figure, scheme)
+        half = (high - low) / 2
         assert half == pytest.approx(list(stats.t.ppf(0.975, 2) * sd / np.sqrt(3)))
     dots = [y for trace in figure.data if trace.mode == "markers" for y in trace.y]
     assert sorted(dots) == pytest.approx(sorted(rows["value"]))
@@ -74,11 +82,21 @@ def test_an_interval_that_a_log_axis_cannot_hold_is_cut_at_the_axis_and_said_to_
     rows.loc[wide, "value"] = rows.loc[wide, "seed"].map({0: 0.1, 1: 8.0, 2: -0.01})
     figure = by_layer(rows, log=True)
     bottom = 10 ** figure.layout.yaxis.range[0]
-    lows = [low for low, _ in lines_of(figure)["lns"].customdata]
+    lows, highs = band_of(figure, "lns")
+    assert lines_of(figure)["lns"].text[0] == f" [{lows[0]:.4g}, {highs[0]:.4g}]"
     assert lows[1] == pytest.approx(bottom) and min(lows[0], *lows[2:]) > bottom
     assert "intervals are cut at the axis" in text_of(figure)
     assert "2 of 24 dots lie below the axis" in text_of(figure) and bottom > 0.2
     assert "are cut" not in text_of(by_layer(rows)), "a linear axis holds it"
+
+
+def test_a_value_that_is_not_finite_does_not_lie_below_a_log_axis(measured):
+    rows = measured.query("depth == 4 and metric == 'skip_delta_loss' and part == 'block'").copy()
+    rows["value"] = rows["value"].mask(rows["scheme"].eq("lns") & rows["layer"].eq(2) & rows["seed"].eq(1), np.nan)
+    for log in (True, False):
+        figure = by_layer(rows.assign(value=1.0 + rows["value"]), log=log)
+        assert "1 of 24 values not finite" in text_of(figure) and "lie below" not in text_of(figure)
+        assert sum(len(trace.y) for trace in figure.data if trace.mode == "markers") == 23
 
 
 def test_the_title_names_what_is_left_out(measured):

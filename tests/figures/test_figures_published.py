@@ -3,11 +3,13 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from figures_helpers import table, text_of
 
 from normlab.analysis.published import COLUMNS, load_published, ratios_to
 from normlab.errors import NormlabError
+from normlab.figures.growth import growth_before_after
 from normlab.figures.published import published_ratios
 from normlab.schemes import SCHEMES
 
@@ -110,6 +112,27 @@ def test_ratios_of_ours_are_paired_by_seed_and_perplexities_are_exponentials():
         expected = math.exp((np.log(size["bhyt"]) - np.log(size["pre_rmsnorm"])).mean())
         row = found.loc[("token_l2_mean", f"depth {depth}")]
         assert row["ratio"] == pytest.approx(expected) and row["seeds"] == 3
+
+
+def test_a_published_ratio_is_of_one_model_after_its_last_layer():
+    def values(paper: str, depth: int, **sizes: float) -> list[dict]:
+        about = {"paper": paper, "arxiv": "1", "where": "Figure 1", "model": f"{depth} blocks", "depth": depth}
+        about |= {"metric": "token_l2_mean", "note": ""}
+        return [
+            about | {"method": scheme, "scheme": scheme, "layer": layer, "value": size * layer + 3}
+            for scheme, size in sizes.items()
+            for layer in range(1, depth + 1)
+        ]
+
+    alone, both = values("A", 6, lns=5.0), values("B", 8, pre_rmsnorm=10.0, lns=2.0)
+    other = values("C", 4, pre_rmsnorm=10.0, lns=9.0, bhyt=1.0)
+    printed = pd.DataFrame([*alone, *both, *other]).assign(relative_error=np.nan)
+    figure = growth_before_after(table(("pre_rmsnorm", "lns", "bhyt"), depths=(4,)), published=printed)
+    column = [note.text for note in figure.layout.annotations if note.xshift == 272]
+    assert sorted(column) == sorted(["published", "1.00", f"{19 / 83:.2f}", f"{7 / 43:.2f}"])
+    assert "after its layer 8: B Figure 1, 8 blocks; after layer 4: C Figure 1, 4 blocks." in text_of(figure)
+    without = growth_before_after(table(("pre_rmsnorm", "lns"), depths=(4,)), published=pd.DataFrame(alone))
+    assert "published" not in text_of(without)
 
 
 def test_theirs_and_ours_are_in_one_figure_and_what_did_not_train_stands_at_the_edge():

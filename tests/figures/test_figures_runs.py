@@ -82,6 +82,23 @@ def test_loss_curves_show_both_splits_and_the_unigram_entropy():
     assert any("LNS 4.400" in a.text for a in figure.layout.annotations)
 
 
+def test_a_loss_says_of_how_many_seeds_it_is_the_mean_at_its_step():
+    seeds = [one_run("lns", seed=seed, status="diverged" if seed == 2 else "finished") for seed in range(3)]
+    figure = loss_curves(pd.concat(seeds))
+    for split in ("train", "eval"):
+        (line,) = [t for t in lines(figure, scheme="lns", split=split) if "seed" not in t.meta]
+        assert list(line.customdata) == [3, 2, 2] and "mean of %{customdata} seed(s)" in line.hovertemplate
+
+
+@pytest.mark.parametrize("draw", [loss_curves, depth_scaling])
+def test_no_dotted_line_is_named_where_none_is_drawn(draw):
+    runs = one_run("lns", steps=(0, 10))
+    assert "dotted: held-out unigram entropy" in text_of(draw(runs))
+    unknown = draw(runs[runs["metric"] != "unigram_entropy"]).layout.title.subtitle.text
+    assert "dotted: " not in unknown and not unknown.endswith("<br>")
+    assert "dotted: held-out bigram loss" in text_of(draw(runs.replace({"metric": {"unigram_entropy": "bigram_loss"}})))
+
+
 def with_counted(runs: pd.DataFrame, **levels: float) -> pd.DataFrame:
     """The table, with runs that know those losses."""
     known = runs[runs["metric"] == "unigram_entropy"]
@@ -310,6 +327,32 @@ def test_a_profile_relative_to_layer_one_says_so_on_its_axis_in_its_title_and_wh
     assert plain.layout.yaxis.title.text == "ratio to Pre-LN, paired by seed" and "relative" not in plain.to_json()
 
 
+def test_a_profile_says_which_schemes_it_has_no_line_of():
+    short = one_run("lns", steps=(0, 10))
+    lost = [one_run("dyt", status="diverged"), one_run("beam", status="diverged")]
+    runs = pd.concat([one_run("pre_rmsnorm"), short, *lost, one_run("peri_ln", depth=2)], ignore_index=True)
+    figure = profile(runs)
+    said = figure.layout.title.text.replace("<br>", " ")
+    assert "LNS: nothing measured at step 20" in said and "Peri-LN: not trained at depth 4" in said
+    assert "DyT; Beam: diverged, nothing measured at step 20" in said
+    assert {trace.name for trace in figure.data} == {"pre_rmsnorm", "labels"}
+    start = profile(runs, step=0, depth=4, schemes=["pre_rmsnorm", "lns"])
+    assert "LNS:" not in start.layout.title.text
+    assert figure.layout.height > start.layout.height, "each line of the title has room"
+    assert figure.layout.margin.t - start.layout.margin.t == figure.layout.height - start.layout.height
+
+
+def test_a_size_of_zero_has_no_ratio_but_was_measured():
+    runs = pd.concat([one_run("pre_rmsnorm"), one_run("bhyt"), one_run("lns"), one_run("dyt", seed=1)])
+    own = runs["scheme"].eq("lns") & runs["metric"].eq("token_l2_mean") & runs["step"].eq(0)
+    runs["value"] = runs["value"].mask(own, 0.0)
+    said = profile(runs, step=0, reference="pre_rmsnorm").layout.title.text.replace("<br>", " ")
+    assert "LNS: 0 at step 0, of which there is no ratio" in said
+    assert "DyT: nothing to compare with Pre-LN at step 0" in said and "nothing measured" not in said
+    alone = profile(runs, step=0, relative=True).layout.title.text.replace("<br>", " ")
+    assert "LNS: nothing relative to layer 1 at step 0" in alone
+
+
 def test_a_finished_run_without_a_loss_has_not_diverged():
     finished = [one_run("lns", lr=lr) for lr in (1e-3, 2e-3, 3e-3)]
     runs = pd.concat([*finished, one_run("lns", lr=4e-3, status="diverged")])
@@ -331,6 +374,29 @@ def test_runs_of_unequal_length_do_not_stand_side_by_side_at_their_rates():
         said = text_of(draw(pd.concat([whole, larger]))).replace("<br>", " ")
         assert "were trained for 2,000 to 4,000 tokens" in said
         assert draw(pd.concat([whole, one_run("lns", lr=3e-3), stopped])).data, "a diverged run stopped early"
+
+
+def test_figures_by_rate_say_what_runs_were_trained_unlike_in():
+    warmups = ((1e-3, 0.1), (3e-3, 0.5))
+    rates = [one_run("lns", lr=lr).assign(recipe=f"warmup={warmup} clip=5") for lr, warmup in warmups]
+    for draw in (loss_by_rate, quantity_by_rate):
+        assert "trained unlike: warmup 0.1 and 0.5 (LNS)" in text_of(draw(pd.concat(rates)))
+        assert "unlike" not in text_of(draw(pd.concat(rates).assign(recipe="warmup=0.1")))
+
+
+def test_figures_by_rate_say_that_runs_are_of_two_texts():
+    rates = [one_run("lns"), one_run("lns", lr=3e-3)]
+    rates[1]["value"] = rates[1]["value"].mask(rates[1]["metric"] == "unigram_entropy", 4.95)
+    for draw in (loss_by_rate, quantity_by_rate):
+        said = text_of(draw(pd.concat(rates))).replace("<br>", " ")
+        assert "The runs of 4 blocks were measured on 2 texts or in other tokens (unigram_entropy 4.950, 6.000)" in said
+
+
+def test_a_quantity_by_rate_counts_the_runs_that_diverged():
+    runs = [one_run("lns", seed=seed, status="diverged" if seed else "finished") for seed in range(3)]
+    said = text_of(quantity_by_rate(pd.concat([*runs, one_run("lns", lr=3e-3)])))
+    assert "1 seed " in said and "without 2 runs that diverged" in said
+    assert "diverged" not in text_of(quantity_by_rate(two_rates()))
 
 
 def test_a_figure_by_rate_names_the_width_that_it_picks():

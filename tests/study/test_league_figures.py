@@ -35,8 +35,9 @@ def test_losses_stand_next_to_the_time_of_a_step_and_are_no_rank(table):
     edge = figure.layout.xaxis.range[1]
     assert losses["dyt"] == losses["none"] == (edge, "triangle-right") and 3.1 < edge < 3.2
     assert figure.layout.title.text == "Held-out loss: 3.05 (Pre-LN) to 3.1 (Peri-LN)"
+    assert "triangle: not learned, further right" in figure.layout.title.subtitle.text
     assert "1 seed" in figure.layout.title.subtitle.text and "no rank" in figure.layout.title.subtitle.text
-    tested = FIGURES["league_losses"](table.assign(low=-0.1, learned=True)).layout.title.subtitle.text
+    tested = FIGURES["league_losses"](table.assign(low=-0.1, learned=True, loss=3.1)).layout.title.subtitle.text
     assert "no rank" not in tested and "triangle" not in tested
     assert [line.x0 for line in figure.layout.shapes] == [3.05, 1.0]
     assert figure.layout.yaxis.range[0] > figure.layout.yaxis.range[1], "the lowest loss on top"
@@ -56,3 +57,7 @@ def test_a_table_in_which_nothing_has_learned_shows_its_losses(table):
     losses = drawn(figure, "loss")
     assert losses["dyt"] == (4.6, "circle") and losses["none"][1] == "triangle-right"
     assert figure.layout.title.text.endswith("4.3 (Pre-LN) to 4.6 (DyT)")
+    said = figure.layout.title.subtitle.text
+    assert "no scheme has learned" in said and "triangle: diverged, further right" in said
+    discs = FIGURES["league_losses"](table.assign(learned=False, loss=4.3)).layout.title.subtitle.text
+    assert "no scheme has learned" in discs and "triangle" not in discs
