@@ -36,7 +36,17 @@ from normlab.analysis.selection import (
     require_one_length,
     title_of,
 )
-from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, bracketed, differences, in_words, judged, means
+from normlab.analysis.verdicts import (
+    DIFFERENT,
+    EQUIVALENT,
+    UNDECIDED,
+    bracketed,
+    differences,
+    in_words,
+    interval_in_words,
+    judged,
+    means,
+)
 from normlab.errors import NormlabError
 
 MOMENTS = (("before training", 0), ("after training", None))
@@ -384,7 +394,7 @@ def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
     if "b" in rows:
         table["against"] = [title_of(name) for name in rows["b"]]
     table["ratio" if not sign else "difference"] = [number(value) for value in rows["estimate"]]
-    table["95% interval"] = [_ends(row, number).strip() or "none" for row in rows.itertuples()]
+    table[interval_in_words(rows)] = [_ends(row, number).strip() or "none" for row in rows.itertuples()]
     table["seeds"] = rows["seeds"]
     for name in more:
         table[name] = rows[name].round(3)

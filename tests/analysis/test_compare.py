@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from figures_helpers import empty, one_run, table
+from figures_helpers import empty, one_run, table, text_of
 
 from normlab.analysis.claims import shown
 from normlab.analysis.compare import compare, compare_variants, report
@@ -14,6 +14,7 @@ from normlab.analysis.quantities import last_values, values_of
 from normlab.analysis.selection import NothingToShow, choose, fully_tried, summarize
 from normlab.analysis.verdicts import DIFFERENT, UNDECIDED, in_words
 from normlab.errors import NormlabError
+from normlab.figures.settings import variant_differences
 
 
 def test_pairing_by_seed_sees_a_difference_that_the_spread_of_seeds_hides():
@@ -405,3 +406,15 @@ def test_groups_have_the_level_that_was_asked_for():
     configs = runs.drop_duplicates("run").set_index("run")[["scheme", "depth", "lr"]]
     narrow, wide = (compare_variants(runs, configs, "lns", "bhyt", ["lr"], level=level) for level in (0.9, 0.99))
     assert ((wide["high"] - wide["low"]) > (narrow["high"] - narrow["low"])).all()
+    own = configs[configs.index.isin(runs.loc[runs["depth"] == 4, "run"])]
+    noise = runs["seed"].map({0: 0.05, 1: -0.15, 2: 0.1})
+    runs["value"] += noise.where(runs["scheme"].eq("lns") & runs["metric"].eq("loss"), 0.0)
+    for level, verdict in ((0.5, DIFFERENT), (0.95, UNDECIDED)):
+        found = compare_variants(runs, own, "lns", "bhyt", ["lr"], level=level)
+        same = compare(runs, "lns", "bhyt", depth=4, level=level)
+        assert found["verdict"].tolist() == same["verdict"].tolist() == [verdict]
+        assert f"{level:.0%} interval" in shown(found) and f" {level:.0%} interval" in report(same)
+        figure = variant_differences(found.assign(condition="one", group="of one"))
+        assert f"{level:.0%} interval" in text_of(figure)
+    with pytest.raises(NormlabError, match="level is 95: choose a confidence level between 0 and 1"):
+        compare_variants(runs, own, "lns", "bhyt", ["lr"], level=95)
