@@ -83,12 +83,13 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
     require_one_length(chosen.runs)
     about = chosen.runs[~chosen.runs["eval_loss"].isin([math.inf])]
     mean = about.groupby(["scheme", "depth"])["eval_loss"].mean()
-    table = pd.DataFrame("", index=[title_of(name) for name in chosen.schemes], columns=chosen.depths)
+    table = pd.DataFrame("", index=chosen.schemes, columns=chosen.depths)
     for scheme in chosen.schemes:
         for depth in chosen.depths:
             parts = [f"{mean[scheme, depth]:.3f}"] if (scheme, depth) in mean.index else []
             remark = chosen.remark(scheme, depth)
-            table.loc[title_of(scheme), depth] = " ".join(parts + ([f"({remark})"] if remark else []))
+            table.loc[scheme, depth] = " ".join(parts + ([f"({remark})"] if remark else []))
+    table = table.rename(index=title_of)
     counted = about.groupby("depth")["trigram_loss"].mean().dropna()
     if len(counted):
         table.loc["trigram model"] = [f"{counted[d]:.3f}" if d in counted.index else "" for d in chosen.depths]

@@ -39,8 +39,17 @@ def in_order(schemes: Iterable[str]) -> list[str]:
 
 
 def title_of(scheme: str) -> str:
-    """A scheme's name in figures; that of an unregistered one is its own."""
-    return SCHEMES[scheme].title if scheme in SCHEMES else scheme
+    """A scheme's title in figures, with its name where others have that title; an unregistered one's name."""
+    if scheme not in SCHEMES:
+        return scheme
+    title = SCHEMES[scheme].title
+    of_that_title = {row.name for row in SCHEMES.values() if row.title == title}
+    return f"{title} ({scheme})" if len(of_that_title) > 1 else title
+
+
+def separator(titles: Iterable[str]) -> str:
+    """What stands between titles: a semicolon where one of them has a comma."""
+    return "; " if any("," in title for title in titles) else ", "
 
 
 def checked(table: pd.DataFrame, needed: Sequence[str] = NEEDED, source: str = "load_runs") -> pd.DataFrame:
