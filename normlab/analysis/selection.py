@@ -130,7 +130,7 @@ def rates_in_words(runs: pd.DataFrame) -> str:
         words = f"{runs['lr'].min():g} to {runs['lr'].max():g}"
         if runs["scheme"].nunique() <= MANY:
             by_rate = {lr: [*map(title_of, in_order(own))] for lr, own in runs.groupby("lr")["scheme"]}
-            between = "; " if any("," in title for own in by_rate.values() for title in own) else ", "
+            between = separator(title for own in by_rate.values() for title in own)
             named = ((lr, between.join(own)) for lr, own in by_rate.items())
             words = ", ".join(f"{lr:g} ({titles})" for lr, titles in named)
         return f"each scheme's learning rate: {words}"
@@ -220,6 +220,31 @@ def unlike_in_words(recipes: pd.Series) -> str:
     return ", ".join(f"{name} {' and '.join(sorted(own.dropna().unique()))}" for name, own in unlike(recipes).items())
 
 
+def recipes_in_words(runs: pd.DataFrame) -> str:
+    """What runs differ in beside their rate: the schemes of a depth whose value fewer runs have, or each depth's value.
+
+    Args:
+        runs: columns `scheme depth seed recipe`, one row per run or several. Nothing is said without recipes.
+    """
+    if "recipe" not in runs:
+        return ""
+    runs = runs.drop_duplicates(["scheme", "depth", "seed"])
+    said: dict[str, None] = {}
+    for _, own in runs.groupby("depth"):
+        for name, values in unlike(own["recipe"]).items():
+            counts = values.value_counts().sort_index().sort_values(ascending=False, kind="stable")
+            most, *others = counts.index
+            titles = [list(map(title_of, in_order(own["scheme"][values == other]))) for other in others]
+            between = separator(title for own_titles in titles for title in own_titles)
+            named = [f"{other} ({between.join(own_titles)})" for other, own_titles in zip(others, titles, strict=True)]
+            said[f"{name} {' and '.join([most, *named])}"] = None
+    for name, values in unlike(runs["recipe"]).items():
+        usual = values.groupby(runs["depth"]).agg(lambda own: own.mode().get(0)).dropna()
+        if usual.nunique() > 1:
+            said[f"{name} {' and '.join(f'{value} at depth {depth}' for depth, value in usual.items())}"] = None
+    return f"trained unlike: {', '.join(said)}" if said else ""
+
+
 def has_learned(about: pd.DataFrame) -> pd.Series:
     """True for runs of `summarize` that end below every model that only counts; False without a trigram's loss."""
     return about["trigram_loss"].notna() & (about["eval_loss"] < about[list(NGRAM_LOSSES)].min(axis=1))
@@ -285,16 +310,8 @@ class Selection:
         return " · ".join(filter(None, parts))
 
     def recipes(self) -> str:
-        """What runs of one depth differ in beside their rate, and the schemes whose value fewer runs have, in words."""
-        said: dict[str, None] = {}
-        for _, own in self.runs.groupby("depth"):
-            for name, values in unlike(own["recipe"]).items():
-                counts = values.value_counts().sort_index().sort_values(ascending=False, kind="stable")
-                most, *others = counts.index
-                schemes = [", ".join(map(title_of, in_order(own["scheme"][values == other]))) for other in others]
-                named = [f"{other} ({titles})" for other, titles in zip(others, schemes, strict=True)]
-                said[f"{name} {' and '.join([most, *named])}"] = None
-        return f"trained unlike: {', '.join(said)}" if said else ""
+        """`recipes_in_words` of the runs."""
+        return recipes_in_words(self.runs)
 
     def precision(self) -> str:
         """Counts of runs by precision, in words; empty if there is only one."""

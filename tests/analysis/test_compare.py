@@ -193,6 +193,18 @@ def test_runs_of_two_recipes_are_no_seeds_of_one_scheme_and_are_said_between_two
         choose(twice)
 
 
+def test_what_runs_were_trained_unlike_in_names_schemes_apart_and_depths():
+    schemes = ("pre_rmsnorm", "lns", "bhyt", "dyt", "rmsnorm_gain")
+    runs = table(schemes, (2, 4), (0,)).assign(recipe="warmup=0.1 clip=5")
+    of_two = runs["scheme"].isin(["dyt", "rmsnorm_gain"]) & runs["depth"].eq(4)
+    runs["recipe"] = runs["recipe"].mask(of_two, "warmup=0.3 clip=5")
+    assert choose(runs, 4).recipes() == "trained unlike: warmup 0.1 and 0.3 (DyT; Pre-LN, gain λ/κ)"
+    runs["recipe"] = runs["recipe"].mask(runs["depth"] == 2, "warmup=0.1 clip=1")
+    said = "warmup 0.1 and 0.3 (DyT; Pre-LN, gain λ/κ), clip 1 at depth 2 and 5 at depth 4"
+    assert choose(runs, None).recipes() == f"trained unlike: {said}"
+    assert choose(runs, 2).recipes() == ""
+
+
 def test_a_step_without_a_held_out_loss_names_those_that_have_one():
     runs = pd.concat([one_run(scheme) for scheme in ("bhyt", "lns")], ignore_index=True)
     logged = runs[runs["metric"].eq("loss") & runs["step"].eq(20)].assign(split="train", step=15)
