@@ -242,8 +242,10 @@ def depth_use(
         NormlabError: no run of that depth has this measurement.
     """
     rows = experiments_of(experiments, "skip_delta_loss", part)
+    if rows.empty:
+        raise NormlabError(f"no run has skip_delta_loss of {part}")
     if depth is None:
-        depth = max(depths_of_most(rows), default=0)
+        depth = max(depths_of_most(rows))
     rows = of_one_setting(rows[rows["depth"] == depth])
     if rows.empty:
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")

@@ -103,6 +103,8 @@ def of_depth(table: pd.DataFrame, depth: int | None) -> pd.DataFrame:
         NothingToShow: there are none.
     """
     found = table if depth is None else table[table["depth"] == depth]
+    if table.empty:
+        raise NothingToShow("The table has no run.")
     if found.empty:
         had = sorted(int(other) for other in table["depth"].unique())
         raise NothingToShow(f"No run of depth {depth} in the table, which has depth {_listed(had)}.")
