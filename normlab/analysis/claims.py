@@ -290,9 +290,11 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
         One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
         rates of `a` and `b`. `ours` is the difference, or the ratio of sizes, with its 95% interval. `says` is "holds",
         "does not hold", "undecided", "not run", "as claimed, one seed" and its opposite, or why nothing can be said.
+        A scheme that has the depth at another width alone is "not run at width ...", that of most runs.
     """
     depth = deepest(runs) if depth is None else depth
-    found = [_measured(runs, claim, depth) for claim in asked]
+    width = int(runs.drop_duplicates("run")["width"].mode().iloc[0])  # as `choose` takes it
+    found = [_measured(runs, claim, depth, width) for claim in asked]
     table = judged(pd.concat(found, ignore_index=True))
     rows = {
         claim.says: {
@@ -308,7 +310,7 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
 
 def sentence(table: pd.DataFrame) -> str:
     """`tested` in words: its first row that was run, and how many claims hold, or are as said by a single seed."""
-    ran = table[table["says"] != NOT_RUN]
+    ran = table[~table["says"].str.startswith(NOT_RUN)]
     first = (table if ran.empty else ran).iloc[0]
     at = table.index.name
     of = f" ({first['ours']} {at}, rate {first['rates']})" if first["ours"] else f", {at}"
@@ -323,24 +325,27 @@ def sentence(table: pd.DataFrame) -> str:
     return f"“{first.name}”: {first['says']}{of}. Of {len(table)} claims {counts}{undecided}."
 
 
-def _measured(runs: pd.DataFrame, claim: Claim, depth: int) -> pd.DataFrame:
+def _measured(runs: pd.DataFrame, claim: Claim, depth: int, width: int) -> pd.DataFrame:
     """One row of `compare` or `means` for a claim, with `rates`, and `why` there are no numbers."""
     nothing = {"metric": claim.quantity, "kind": quantity_row(claim.quantity).compared, "seeds": 0, "rates": ""}
     nothing |= dict.fromkeys(("estimate", "low", "high", "p"), math.nan)
-    if not {claim.a, claim.b or claim.a} <= set(runs.loc[runs["depth"] == depth, "scheme"]):
+    schemes, here = {claim.a, claim.b or claim.a}, runs[runs["depth"] == depth]
+    if not schemes <= set(here["scheme"]):
         return pd.DataFrame([nothing | {"why": NOT_RUN}])
+    if not schemes <= set(here.loc[here["width"] == width, "scheme"]):
+        return pd.DataFrame([nothing | {"why": f"{NOT_RUN} at width {width}"}])
     try:
         if claim.b is None:
-            values = values_of(choose(runs, depth, same_rate=True), claim.quantity)
+            values = values_of(choose(runs, depth, width, same_rate=True), claim.quantity)
             rows = means(values, claim.quantity).query("a == @claim.a")
             rates = values.loc[values["scheme"] == claim.a, "lr"].unique()
         else:
-            rows = compare(runs, claim.a, claim.b, claim.quantity, depth=depth)
+            rows = compare(runs, claim.a, claim.b, claim.quantity, depth=depth, width=width)
             rates = rows[["lr_a", "lr_b"]].to_numpy(float).ravel()
     except NormlabError as error:
         return pd.DataFrame([nothing | {"why": str(error)}])
     said = " and ".join(f"{rate:g}" for rate in dict.fromkeys(rates) if math.isfinite(rate))
-    why = "" if np.isfinite(rows["estimate"]).all() else _without_number(runs[runs["depth"] == depth], claim)
+    why = "" if np.isfinite(rows["estimate"]).all() else _without_number(here, claim)
     return rows.assign(rates=said, why=why)
 
 

@@ -96,8 +96,10 @@ def deepest(table: pd.DataFrame) -> int:
     return int(counts.index[counts >= min(3, counts.max())].max())
 
 
-def of_depth(table: pd.DataFrame, depth: int | None) -> pd.DataFrame:
+def of_depth(table: pd.DataFrame, depth: int | None, schemes: Sequence[str] | None = None) -> pd.DataFrame:
     """The rows of one depth; None: of all.
+
+    schemes: those that the table is of, where others are left out.
 
     Raises:
         NothingToShow: there are none.
@@ -107,7 +109,8 @@ def of_depth(table: pd.DataFrame, depth: int | None) -> pd.DataFrame:
         raise NothingToShow("The table has no run.")
     if found.empty:
         had = sorted(int(other) for other in table["depth"].unique())
-        raise NothingToShow(f"No run of depth {depth} in the table, which has depth {_listed(had)}.")
+        of, has = (f"{', '.join(schemes)} at ", "it at ") if schemes else ("", "")
+        raise NothingToShow(f"No run of {of}depth {depth} in the table, which has {has}depth {_listed(had)}.")
     return found
 
 
@@ -345,7 +348,8 @@ def choose(
         depth: a number of blocks, None for all, or "deepest": the deepest at which most schemes were trained. With
             `same_rate` a depth at which they share a rate is preferred.
         width: default: the one with most runs.
-        schemes: default all. Control schemes in the table are always added.
+        schemes: default all. Control schemes in the table are always added, where they have the depth and width that
+            these choose.
         same_rate: at each depth show all schemes at one learning rate, if all were run with it.
 
     Returns:
@@ -400,17 +404,25 @@ def _picked(
             raise NothingToShow(f"No run of {', '.join(unknown)} in the table, which has {', '.join(in_order(known))}.")
         wanted = set(schemes) | {name for name in known if name in SCHEMES and SCHEMES[name].is_control}
         about = about[about["scheme"].isin(wanted)]
-    width = int(about["width"].mode().iloc[0]) if width is None else width
-    about = about[about["width"] == width]
-    if about.empty:
-        raise NothingToShow(f"No run of width {width} in the table.")
+    asked = about[about["scheme"].isin(schemes)] if schemes else about  # controls choose neither width nor depth
+    width = int(asked["width"].mode().iloc[0]) if width is None else width
+    about, of_widths, asked = about[about["width"] == width], asked, asked[asked["width"] == width]
+    if asked.empty:
+        of = f"{', '.join(schemes)} at " if schemes else ""
+        raise NothingToShow(f"No run of {of}width {width} in the table.")
     if isinstance(depth, str) and depth != "deepest":
         raise NormlabError(f"depth is {depth!r}: give a number of blocks, 'deepest', or None for all")
     if depth == "deepest":
-        full = depths_of_most(about)
+        full = depths_of_most(asked)
         shared = [d for d in full if same_rate and len(_common_rates(about[about["depth"] == d]))]
         depth = max(shared or full)
-    about = of_depth(about, None if depth is None else int(depth))
+    depth = None if depth is None else int(depth)
+    if depth not in {None, *asked["depth"]} and len(widths := of_widths.loc[of_widths["depth"] == depth, "width"]):
+        raise NothingToShow(
+            f"No run of depth {depth} at width {width} in the table, which has that depth at width "
+            f"{_listed(sorted(widths.unique()))}."
+        )
+    about = about[about["depth"].isin(of_depth(asked, depth, schemes)["depth"])]
     own = about[_chosen_rate(about)]
     about = pd.concat([_at_one_rate(about, own, depth) for depth in own["depth"].unique()]) if same_rate else own
     everyone, about = about, one_precision(about)

@@ -245,6 +245,12 @@ def test_why_there_is_no_number_is_what_happened():
     bare = table(SCHEMES, depths=(4,)).query("metric != 'token_l2_mean' or layer != 1")
     grown = claims.Claim("Pre-LN grows", "pre_rmsnorm", None, "growth", "above")
     assert claims.tested(bare, [grown])["says"].tolist() == ["not measured"]
+    runs = table(SCHEMES, depths=(4,))
+    runs.loc[runs["scheme"] == "lns", "width"] = 32
+    wide = grown._replace(says="LNS grows", a="lns")
+    found = claims.tested(runs, [wide, lower, grown])
+    assert found["says"].tolist() == ["not run at width 16", "not run at width 16", "holds"]
+    assert claims.sentence(found).startswith("“Pre-LN grows”: holds")
 
 
 def test_losses_stand_by_scheme_and_depth_with_what_must_be_known_of_them():

@@ -11,7 +11,7 @@ from normlab.analysis.claims import shown
 from normlab.analysis.compare import compare, compare_variants, report
 from normlab.analysis.profiles import Profiles, View, default_view
 from normlab.analysis.quantities import last_values, values_of
-from normlab.analysis.selection import NothingToShow, choose, fully_tried, summarize
+from normlab.analysis.selection import NothingToShow, choose, fully_tried, of_depth, summarize
 from normlab.analysis.verdicts import DIFFERENT, UNDECIDED, in_words
 from normlab.errors import NormlabError
 from normlab.figures.settings import variant_differences
@@ -77,6 +77,31 @@ def test_a_diverged_learning_rate_is_chosen_only_when_there_is_no_other():
 def test_controls_come_along_whatever_schemes_are_asked_for():
     chosen = choose(table(), schemes=["bhyt"])
     assert set(chosen.schemes) == {"bhyt", "bhyt_linear", "rmsnorm_gain"}
+
+
+def test_controls_choose_neither_depth_nor_width():
+    runs = pd.concat([one_run("lns", 2), one_run("rmsnorm_gain", 4), one_run("rmsnorm_gain", 4, 1)], ignore_index=True)
+    for depth in ("deepest", None, 2):
+        chosen = choose(runs, depth, schemes=["lns"])
+        assert (chosen.schemes, chosen.depths) == (["lns"], [2])
+    assert choose(runs, schemes=["lns", "rmsnorm_gain"]).depths == [4], "one that is asked for does"
+    with pytest.raises(NothingToShow, match="No run of lns at depth 4 in the table, which has it at depth 2"):
+        choose(runs, 4, schemes=["lns"])
+    wide = runs.assign(depth=4, width=runs["width"].mask(runs["scheme"] == "lns", 32))
+    assert choose(wide, schemes=["lns"]).schemes == ["lns"]
+    with pytest.raises(NothingToShow, match="No run of lns at width 16 in the table"):
+        choose(wide, width=16, schemes=["lns"])
+
+
+def test_a_depth_that_is_there_at_another_width_is_named_with_it():
+    runs = pd.concat([table(("lns", "bhyt"), (2,)), one_run("lns", 4).assign(width=32)], ignore_index=True)
+    with pytest.raises(NothingToShow, match="No run of depth 4 at width 16 .* has that depth at width 32"):
+        choose(runs, 4)
+    with pytest.raises(NothingToShow, match="No run of depth 8 in the table, which has depth 2"):
+        choose(runs, 8)
+    for depth in (None, 8):
+        with pytest.raises(NothingToShow, match="^The table has no run.$"):
+            of_depth(runs[:0], depth)
 
 
 def test_a_summary_has_a_row_a_run_with_its_last_losses():
