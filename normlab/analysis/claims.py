@@ -77,10 +77,11 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
     """Held-out loss after training in nats per token, means over seeds, as text.
 
     One row per scheme, one column per depth. Brackets hold remarks on the runs (`Selection.remark`: not learned,
-    diverged ...). The last row is the trigram model's loss, where runs store it.
+    diverged ...). The last row is the trigram model's loss, where runs store it. Runs of unequal length are not shown
+    together.
     """
     chosen = choose(runs, depth=None)
-    require_one_length(chosen.runs)
+    require_one_length(chosen.runs, across=True)
     about = chosen.runs[~chosen.runs["eval_loss"].isin([math.inf])]
     mean = about.groupby(["scheme", "depth"])["eval_loss"].mean()
     table = pd.DataFrame("", index=chosen.schemes, columns=chosen.depths)
@@ -188,7 +189,8 @@ def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None 
         The columns of `growth` up to `verdict`, and `shallow`; one row per scheme that was run at both depths.
 
     Raises:
-        NormlabError: no scheme was run at both of the given depths, or one for another number of steps at each.
+        NormlabError: no scheme was run at both of the given depths, or one for another number of steps or tokens at
+            each.
     """
     chosen = choose(runs, depth=None)
     values = last_values(chosen, "loss")
@@ -201,20 +203,22 @@ def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None 
     ordered = deeper.assign(several=deeper["seeds"] > 1).sort_values(["several", "depth"])
     own = ordered.drop_duplicates("scheme", keep="last").set_index("scheme")["depth"]
     place = ["scheme", "seed"]
-    values = values.assign(steps=values["run"].map(chosen.runs["steps"]))
-    last = values[values["depth"] == values["scheme"].map(own)].set_index(place)[["depth", "value", "steps"]]
-    first = values[values["depth"] == shallow].set_index(place)[["value", "steps"]]
+    values = values.join(chosen.runs[["steps", "tokens"]], on="run")
+    last = values[values["depth"] == values["scheme"].map(own)].set_index(place)[["depth", "value", "steps", "tokens"]]
+    first = values[values["depth"] == shallow].set_index(place)[["value", "steps", "tokens"]]
     gain = last.join(first.add_suffix("_before"), how="inner").reset_index()
     if gain.empty or shallow == deep:
         if deep is None:
             return pd.DataFrame()
         raise NormlabError(f"no scheme was run at depths {shallow} and {deep}; there is {chosen.depths}")
     whole = gain.dropna(subset=["value", "value_before"])  # a diverged run stopped early
-    for row in whole[whole["steps"] != whole["steps_before"]].itertuples():
-        raise NormlabError(
-            f"{row.scheme} was trained for {row.steps_before:,} steps at depth {shallow} and for {row.steps:,} steps "
-            f"at depth {row.depth}: keep the runs of one length"
-        )
+    for length in ("steps", "tokens"):
+        unequal = whole[[length, f"{length}_before"]].nunique(axis=1) > 1
+        for _, row in whole[unequal].iterrows():
+            raise NormlabError(
+                f"{row['scheme']} was trained for {row[f'{length}_before']:,.0f} {length} at depth {shallow} and for "
+                f"{row[length]:,.0f} {length} at depth {row['depth']}: keep the runs of one length"
+            )
     gain["value"] = gain["value_before"] - gain["value"]
     return judged(means(gain, "loss")).assign(shallow=shallow)
 

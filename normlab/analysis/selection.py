@@ -12,7 +12,7 @@ Choices follow rules, and `Selection.describe` states them in words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -356,23 +356,31 @@ def choose(
         A `Selection`: the chosen rows of `runs`, a table with a row per run, and sentences on how they were chosen.
 
     Raises:
-        NothingToShow: one sentence with the reason, and what there is instead. Runs of one depth that were measured on
-            several texts are not shown together.
+        NothingToShow: one sentence with the reason, and what there is instead. Runs that were measured on several texts
+            are not shown together, at whatever depths.
         NormlabError: a table without the columns of `normlab.load_runs`.
     """
     return _of_one_text(chosen(runs, depth, width, schemes, same_rate))
 
 
 def _of_one_text(selection: Selection) -> Selection:
-    """The selection. NothingToShow where runs of a depth were measured on several texts."""
-    for at, here in selection.runs.groupby("depth"):
+    """The selection. NothingToShow where its runs were measured on several texts."""
+    for of, here in _by_depth(selection.runs, across=True):
         for column in ("unigram_entropy", "bigram_loss"):
             if len(texts := here[column].dropna().round(6).unique()) > 1:
                 raise NothingToShow(
-                    f"The runs of depth {at} were measured on {len(texts)} texts or in other tokens ({column} "
+                    f"The runs of {of} were measured on {len(texts)} texts or in other tokens ({column} "
                     f"{', '.join(f'{value:.3f}' for value in sorted(texts))}): keep those of one."
                 )
     return selection
+
+
+def _by_depth(runs: pd.DataFrame, across: bool) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The runs of each depth with its name, "depth 4"; with `across` those of all depths too, "depths 4, 8"."""
+    for depth, here in runs.groupby("depth"):
+        yield f"depth {depth}", here
+    if across:
+        yield f"depths {_listed(sorted(runs['depth'].unique()))}", runs
 
 
 def chosen(
@@ -509,13 +517,17 @@ def _common_rates(here: pd.DataFrame) -> pd.Index:
     return schemes.index[schemes == here["scheme"].nunique()]
 
 
-def require_one_length(about: pd.DataFrame) -> None:
-    """Refuse what compares runs after training if finished ones of a depth were not trained equally long."""
-    for depth, here in about[about["status"] != DIVERGED].groupby("depth"):
+def require_one_length(about: pd.DataFrame, *, across: bool = False) -> None:
+    """Refuse what compares runs after training if finished ones of a depth were not trained equally long.
+
+    Args:
+        across: depths are compared too, so that all runs have one length.
+    """
+    for of, here in _by_depth(about[about["status"] != DIVERGED], across):
         for length in ("steps", "tokens"):
             if here[length].nunique() > 1:
                 raise NothingToShow(
-                    f"The runs of depth {depth} were trained for {here[length].min():,.0f} to "
+                    f"The runs of {of} were trained for {here[length].min():,.0f} to "
                     f"{here[length].max():,.0f} {length}: keep those of one length."
                 )
 

@@ -58,6 +58,14 @@ def test_what_depth_buys_is_not_asked_of_runs_of_two_lengths():
     runs = pd.concat([one_run("lns", 4, seed) for seed in range(3)] + [one_run("lns", 8, 0, steps=(0, 20, 60))])
     with pytest.raises(NormlabError, match="lns was trained for 20 steps at depth 4 and for 60 steps at depth 8"):
         claims.depth_gain(runs)
+    batches = table(("lns",), depths=(4, 8)).assign(tokens=lambda rows: rows["tokens"] * rows["depth"])
+    with pytest.raises(NormlabError, match="for 8,000 tokens at depth 4 and for 16,000 tokens at depth 8"):
+        claims.depth_gain(batches)
+    with pytest.raises(NormlabError, match="of depths 4, 8 were trained for 8,000 to 16,000 tokens: keep those of one"):
+        claims.losses(batches)
+    diverged = table(("lns",), depths=(4, 8), seeds=(0,), statuses={("lns", 8): "diverged"})
+    stopped = diverged[diverged["depth"].eq(4) | diverged["step"].le(10)]
+    assert claims.losses(stopped)[8].tolist() == ["(diverged)"] and len(claims.depth_gain(stopped)) == 1
 
 
 def test_a_depth_with_one_seed_is_compared_where_only_one_depth_has_several(losses):

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from figures_helpers import empty, one_run, table, text_of
 
-from normlab.analysis.claims import shown
+from normlab.analysis.claims import depth_gain, losses, shown
 from normlab.analysis.compare import compare, compare_variants, report
 from normlab.analysis.profiles import Profiles, View, default_view
 from normlab.analysis.quantities import last_values, values_of
@@ -181,6 +181,17 @@ def test_runs_of_another_text_are_not_compared():
         compare(pd.concat([one_run("bhyt"), other], ignore_index=True), "bhyt", "lns")
     three = pd.concat([one_run("bhyt"), one_run("dyt"), other], ignore_index=True)
     assert compare(three, "bhyt", "dyt")["estimate"].notna().all(), "a third scheme's text is not theirs"
+
+
+def test_runs_of_two_depths_and_texts_are_not_shown_together():
+    runs = table(("lns", "bhyt"), (2, 4))
+    other = runs["depth"].eq(2) & runs["metric"].eq("unigram_entropy")
+    runs["value"] = runs["value"].mask(other, 4.95)
+    message = r"depths 2, 4 were measured on 2 texts or in other tokens \(unigram_entropy 4.950, 6.000\): keep"
+    for asked in (lambda: choose(runs, None), lambda: depth_gain(runs), lambda: losses(runs)):
+        with pytest.raises(NothingToShow, match=message):
+            asked()
+    assert choose(runs, 2).depths == [2] and choose(runs, 4).depths == [4]
 
 
 def test_runs_of_other_held_out_text_or_of_more_tokens_in_as_many_steps_are_not_compared():
