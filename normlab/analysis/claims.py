@@ -33,6 +33,7 @@ from normlab.analysis.selection import (
     has_learned,
     in_order,
     of_one_setting,
+    recipes_in_words,
     require_one_length,
     title_of,
 )
@@ -240,10 +241,12 @@ def depth_use(
     Returns:
         With a reference the columns of `normlab.compare`. Without, those of `growth` up to `verdict`, `share` and
         `share_rest`. `share`: the deeper half's part of the costs of all blocks. `share_rest`: the same without each
-        run's costliest block, which can cost more than all others together.
+        run's costliest block, which can cost more than all others together. `attrs["about"]` says in what schemes were
+        trained unlike.
 
     Raises:
-        NormlabError: no run of that depth has this measurement.
+        NormlabError: no run of that depth has this measurement. Or the runs have several widths or lengths, or the
+            seeds of a scheme were trained unlike.
     """
     rows = experiments_of(experiments, "skip_delta_loss", part)
     if rows.empty:
@@ -265,9 +268,13 @@ def depth_use(
     if reference is not None:
         others = [name for name in in_order(table["scheme"]) if name != reference]
         pairs = [differences(table, name, reference, "skip_delta_loss") for name in others]
-        return judged(pd.concat(pairs, ignore_index=True)) if pairs else pd.DataFrame()
+        found = judged(pd.concat(pairs, ignore_index=True)) if pairs else pd.DataFrame()
+        found.attrs["about"] = recipes_in_words(rows)
+        return found
     shares = table.groupby("scheme", observed=True)[["share", "share_rest"]].mean().rename_axis("a").reset_index()
-    return judged(means(table, "skip_delta_loss")).merge(shares, on="a")
+    found = judged(means(table, "skip_delta_loss")).merge(shares, on="a")
+    found.attrs["about"] = recipes_in_words(rows)
+    return found
 
 
 class Claim(NamedTuple):

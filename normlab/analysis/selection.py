@@ -73,6 +73,7 @@ def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
 
     Raises:
         NothingToShow: runs differ in learning rate or something else, so that a mean over them is not one over seeds.
+            Or runs of one depth have several widths or lengths, where the rows have their width and recipe.
     """
     twice = rows[rows.duplicated(["scheme", "depth", "seed", *rows.columns.intersection(["layer", "other"])])]
     if len(twice):
@@ -81,7 +82,23 @@ def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
             f"Several runs of {first['scheme']} at depth {first['depth']}, seed {first['seed']} were measured: "
             "keep the rows of one learning rate and setting."
         )
+    if "width" in rows and rows.groupby("depth")["width"].nunique().gt(1).any():
+        raise NothingToShow(f"The runs have widths {_listed(sorted(rows['width'].unique()))}: keep those of one.")
+    if "recipe" in rows:
+        _require_one_recipe(rows.drop_duplicates(["scheme", "depth", "seed"]))
     return rows
+
+
+def _require_one_recipe(runs: pd.DataFrame) -> None:
+    """Refuse seeds of one scheme that were trained unlike, and runs of one depth that were not trained equally long."""
+    for (scheme, depth), recipes in runs.groupby(["scheme", "depth"], observed=True)["recipe"]:
+        if words := unlike_in_words(recipes):
+            raise NothingToShow(
+                f"Seeds of {scheme} at depth {depth} were trained unlike ({words}): keep the runs of one recipe."
+            )
+    lengths = _fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
+    tokens = lengths.prod(axis=1, skipna=False)
+    require_one_length(runs.assign(steps=lengths["steps"], tokens=tokens, status=FINISHED))
 
 
 def depths_of_most(table: pd.DataFrame) -> list[int]:
@@ -215,9 +232,14 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
 def unlike(recipes: pd.Series) -> pd.DataFrame:
     """The fields in which recipes of `normlab.load_runs` differ, one column each. What one lacks is not compared."""
-    rows = [dict(item.partition("=")[::2] for item in recipe.split()) for recipe in recipes]
-    fields = pd.DataFrame(rows, index=recipes.index)
+    fields = _fields(recipes)
     return fields.loc[:, fields.nunique() > 1]
+
+
+def _fields(recipes: pd.Series) -> pd.DataFrame:
+    """The fields of recipes as text, one column each."""
+    rows = [dict(item.partition("=")[::2] for item in recipe.split()) for recipe in recipes]
+    return pd.DataFrame(rows, index=recipes.index)
 
 
 def unlike_in_words(recipes: pd.Series) -> str:

@@ -159,6 +159,34 @@ def test_depth_use_is_the_deeper_halfs_mean_cost_and_its_share():
     assert list(claims.shown(claims.depth_use(apart, 2, reference="lns"))["against"]) == ["LNS"] * 2
 
 
+def test_depth_use_is_not_of_runs_of_several_widths_lengths_or_recipes():
+    alike = skipping({"lns": [0.3, 0.1], "bhyt": [0.2, 0.4]}).assign(width=16, recipe="steps=20 batch_size=8")
+    is_lns = alike["scheme"] == "lns"
+
+    def changed(**fields: object) -> pd.DataFrame:
+        return alike.assign(**{name: alike[name].mask(is_lns, value) for name, value in fields.items()})
+
+    for reference in (None, "bhyt"):
+        assert claims.depth_use(alike, 2, reference=reference).attrs["about"] == ""
+        with pytest.raises(NormlabError, match="widths 16, 32: keep those of one"):
+            claims.depth_use(changed(width=32), 2, reference=reference)
+        with pytest.raises(NormlabError, match="depth 2 were trained for 20 to 60 steps: keep those of one length"):
+            claims.depth_use(changed(recipe="steps=60 batch_size=8"), 2, reference=reference)
+        with pytest.raises(NormlabError, match="were trained for 640 to 1,280 tokens"):
+            both = changed(recipe="steps=20 batch_size=8 block_length=8")
+            both["recipe"] = both["recipe"].where(is_lns, "steps=20 batch_size=8 block_length=4")
+            claims.depth_use(both, 2, reference=reference)
+        said = claims.depth_use(changed(recipe="steps=20 batch_size=8 warmup=0.3"), 2, reference=reference)
+        assert said.attrs["about"] == "", "what one lacks is not compared"
+    warm = alike.assign(recipe=alike["recipe"] + " warmup=" + is_lns.map({True: "0.3", False: "0.1"}))
+    assert claims.depth_use(warm, 2).attrs["about"] == "trained unlike: warmup 0.1 and 0.3 (LNS)"
+    seeds = alike.assign(recipe=alike["recipe"] + " warmup=" + alike["seed"].map({0: "0.1", 1: "0.1", 2: "0.5"}))
+    with pytest.raises(NormlabError, match=r"Seeds of bhyt at depth 2 .* unlike \(warmup 0.1 and 0.5\): keep"):
+        claims.depth_use(seeds, 2)
+    with pytest.raises(NormlabError, match="^no run has skip_delta_loss of block$"):
+        claims.depth_use(alike[:0])
+
+
 def test_the_deepest_depth_at_which_schemes_can_be_compared():
     runs = pd.concat(
         [
