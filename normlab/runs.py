@@ -530,14 +530,14 @@ def load_configs(path: str | Path) -> pd.DataFrame:
     """The configuration of each run at or below `path`: one row per run, indexed by run.
 
     Columns: status, eval_loss, every field of `TrainConfig`, and every model field that one of the runs sets
-    (lam_input, gamma0, carried, ...). A model field is missing where a run leaves it at its default. A run that cannot
-    be read is named in a warning and left out. NormlabError: none is left.
+    (lam_input, gamma0, carried, ...). A model field is missing where a run leaves it at its default. Rates are rounded
+    as in `load_runs`. A run that cannot be read is named in a warning and left out. NormlabError: none is left.
     """
     import pandas as pd
 
     rows = {}
     for run in _each(path, lambda run: run).values():
-        fields = dict(run.manifest["config"])
+        fields = dict(run.manifest["config"]) | {"lr": rounded_rate(run.manifest["config"]["lr"])}
         model = fields.pop("model", {})
         rows[run.name] = {"status": run.status, "eval_loss": run.eval_loss, **fields, **model}
     table = pd.DataFrame.from_dict(rows, orient="index")

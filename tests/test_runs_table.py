@@ -164,6 +164,14 @@ def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path):
     assert load_runs(path).attrs == {runs.SOURCE: [str(path)]}
 
 
+def test_configurations_have_the_rates_of_the_table(tmp_path):
+    path = make_run(tmp_path, "good")
+    manifest = json.loads((path / runs.MANIFEST).read_text())
+    manifest["config"]["lr"] = 0.1 * 0.003
+    (path / runs.MANIFEST).write_text(json.dumps(manifest))
+    assert runs.load_configs(tmp_path)["lr"].tolist() == load_runs(tmp_path)["lr"].unique().tolist() == [0.0003]
+
+
 def test_a_place_without_runs_is_refused(tmp_path):
     with pytest.raises(NormlabError, match="no runs in"):
         load_runs(tmp_path)

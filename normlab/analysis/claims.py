@@ -33,10 +33,21 @@ from normlab.analysis.selection import (
     has_learned,
     in_order,
     of_one_setting,
+    recipes_in_words,
     require_one_length,
     title_of,
 )
-from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED, bracketed, differences, in_words, judged, means
+from normlab.analysis.verdicts import (
+    DIFFERENT,
+    EQUIVALENT,
+    UNDECIDED,
+    bracketed,
+    differences,
+    in_words,
+    interval_in_words,
+    judged,
+    means,
+)
 from normlab.errors import NormlabError
 
 MOMENTS = (("before training", 0), ("after training", None))
@@ -67,18 +78,20 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
     """Held-out loss after training in nats per token, means over seeds, as text.
 
     One row per scheme, one column per depth. Brackets hold remarks on the runs (`Selection.remark`: not learned,
-    diverged ...). The last row is the trigram model's loss, where runs store it.
+    diverged ...). The last row is the trigram model's loss, where runs store it. Runs of unequal length are not shown
+    together.
     """
     chosen = choose(runs, depth=None)
-    require_one_length(chosen.runs)
+    require_one_length(chosen.runs, across=True)
     about = chosen.runs[~chosen.runs["eval_loss"].isin([math.inf])]
     mean = about.groupby(["scheme", "depth"])["eval_loss"].mean()
-    table = pd.DataFrame("", index=[title_of(name) for name in chosen.schemes], columns=chosen.depths)
+    table = pd.DataFrame("", index=chosen.schemes, columns=chosen.depths)
     for scheme in chosen.schemes:
         for depth in chosen.depths:
             parts = [f"{mean[scheme, depth]:.3f}"] if (scheme, depth) in mean.index else []
             remark = chosen.remark(scheme, depth)
-            table.loc[title_of(scheme), depth] = " ".join(parts + ([f"({remark})"] if remark else []))
+            table.loc[scheme, depth] = " ".join(parts + ([f"({remark})"] if remark else []))
+    table = table.rename(index=title_of)
     counted = about.groupby("depth")["trigram_loss"].mean().dropna()
     if len(counted):
         table.loc["trigram model"] = [f"{counted[d]:.3f}" if d in counted.index else "" for d in chosen.depths]
@@ -177,7 +190,8 @@ def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None 
         The columns of `growth` up to `verdict`, and `shallow`; one row per scheme that was run at both depths.
 
     Raises:
-        NormlabError: no scheme was run at both of the given depths, or one for another number of steps at each.
+        NormlabError: no scheme was run at both of the given depths, or one for another number of steps or tokens at
+            each.
     """
     chosen = choose(runs, depth=None)
     values = last_values(chosen, "loss")
@@ -190,20 +204,22 @@ def depth_gain(runs: pd.DataFrame, shallow: int | None = None, deep: int | None 
     ordered = deeper.assign(several=deeper["seeds"] > 1).sort_values(["several", "depth"])
     own = ordered.drop_duplicates("scheme", keep="last").set_index("scheme")["depth"]
     place = ["scheme", "seed"]
-    values = values.assign(steps=values["run"].map(chosen.runs["steps"]))
-    last = values[values["depth"] == values["scheme"].map(own)].set_index(place)[["depth", "value", "steps"]]
-    first = values[values["depth"] == shallow].set_index(place)[["value", "steps"]]
+    values = values.join(chosen.runs[["steps", "tokens"]], on="run")
+    last = values[values["depth"] == values["scheme"].map(own)].set_index(place)[["depth", "value", "steps", "tokens"]]
+    first = values[values["depth"] == shallow].set_index(place)[["value", "steps", "tokens"]]
     gain = last.join(first.add_suffix("_before"), how="inner").reset_index()
     if gain.empty or shallow == deep:
         if deep is None:
             return pd.DataFrame()
         raise NormlabError(f"no scheme was run at depths {shallow} and {deep}; there is {chosen.depths}")
     whole = gain.dropna(subset=["value", "value_before"])  # a diverged run stopped early
-    for row in whole[whole["steps"] != whole["steps_before"]].itertuples():
-        raise NormlabError(
-            f"{row.scheme} was trained for {row.steps_before:,} steps at depth {shallow} and for {row.steps:,} steps "
-            f"at depth {row.depth}: keep the runs of one length"
-        )
+    for length in ("steps", "tokens"):
+        unequal = whole[[length, f"{length}_before"]].nunique(axis=1) > 1
+        for _, row in whole[unequal].iterrows():
+            raise NormlabError(
+                f"{row['scheme']} was trained for {row[f'{length}_before']:,.0f} {length} at depth {shallow} and for "
+                f"{row[length]:,.0f} {length} at depth {row['depth']}: keep the runs of one length"
+            )
     gain["value"] = gain["value_before"] - gain["value"]
     return judged(means(gain, "loss")).assign(shallow=shallow)
 
@@ -225,14 +241,18 @@ def depth_use(
     Returns:
         With a reference the columns of `normlab.compare`. Without, those of `growth` up to `verdict`, `share` and
         `share_rest`. `share`: the deeper half's part of the costs of all blocks. `share_rest`: the same without each
-        run's costliest block, which can cost more than all others together.
+        run's costliest block, which can cost more than all others together. `attrs["about"]` says in what schemes were
+        trained unlike.
 
     Raises:
-        NormlabError: no run of that depth has this measurement.
+        NormlabError: no run of that depth has this measurement. Or the runs have several widths or lengths, or the
+            seeds of a scheme were trained unlike.
     """
     rows = experiments_of(experiments, "skip_delta_loss", part)
+    if rows.empty:
+        raise NormlabError(f"no run has skip_delta_loss of {part}")
     if depth is None:
-        depth = max(depths_of_most(rows), default=0)
+        depth = max(depths_of_most(rows))
     rows = of_one_setting(rows[rows["depth"] == depth])
     if rows.empty:
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")
@@ -248,9 +268,13 @@ def depth_use(
     if reference is not None:
         others = [name for name in in_order(table["scheme"]) if name != reference]
         pairs = [differences(table, name, reference, "skip_delta_loss") for name in others]
-        return judged(pd.concat(pairs, ignore_index=True)) if pairs else pd.DataFrame()
+        found = judged(pd.concat(pairs, ignore_index=True)) if pairs else pd.DataFrame()
+        found.attrs["about"] = recipes_in_words(rows)
+        return found
     shares = table.groupby("scheme", observed=True)[["share", "share_rest"]].mean().rename_axis("a").reset_index()
-    return judged(means(table, "skip_delta_loss")).merge(shares, on="a")
+    found = judged(means(table, "skip_delta_loss")).merge(shares, on="a")
+    found.attrs["about"] = recipes_in_words(rows)
+    return found
 
 
 class Claim(NamedTuple):
@@ -277,9 +301,11 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
         One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
         rates of `a` and `b`. `ours` is the difference, or the ratio of sizes, with its 95% interval. `says` is "holds",
         "does not hold", "undecided", "not run", "as claimed, one seed" and its opposite, or why nothing can be said.
+        A scheme that has the depth at another width alone is "not run at width ...", that of most runs.
     """
     depth = deepest(runs) if depth is None else depth
-    found = [_measured(runs, claim, depth) for claim in asked]
+    width = int(runs.drop_duplicates("run")["width"].mode().iloc[0])  # as `choose` takes it
+    found = [_measured(runs, claim, depth, width) for claim in asked]
     table = judged(pd.concat(found, ignore_index=True))
     rows = {
         claim.says: {
@@ -295,7 +321,7 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
 
 def sentence(table: pd.DataFrame) -> str:
     """`tested` in words: its first row that was run, and how many claims hold, or are as said by a single seed."""
-    ran = table[table["says"] != NOT_RUN]
+    ran = table[~table["says"].str.startswith(NOT_RUN)]
     first = (table if ran.empty else ran).iloc[0]
     at = table.index.name
     of = f" ({first['ours']} {at}, rate {first['rates']})" if first["ours"] else f", {at}"
@@ -310,24 +336,27 @@ def sentence(table: pd.DataFrame) -> str:
     return f"“{first.name}”: {first['says']}{of}. Of {len(table)} claims {counts}{undecided}."
 
 
-def _measured(runs: pd.DataFrame, claim: Claim, depth: int) -> pd.DataFrame:
+def _measured(runs: pd.DataFrame, claim: Claim, depth: int, width: int) -> pd.DataFrame:
     """One row of `compare` or `means` for a claim, with `rates`, and `why` there are no numbers."""
     nothing = {"metric": claim.quantity, "kind": quantity_row(claim.quantity).compared, "seeds": 0, "rates": ""}
     nothing |= dict.fromkeys(("estimate", "low", "high", "p"), math.nan)
-    if not {claim.a, claim.b or claim.a} <= set(runs.loc[runs["depth"] == depth, "scheme"]):
+    schemes, here = {claim.a, claim.b or claim.a}, runs[runs["depth"] == depth]
+    if not schemes <= set(here["scheme"]):
         return pd.DataFrame([nothing | {"why": NOT_RUN}])
+    if not schemes <= set(here.loc[here["width"] == width, "scheme"]):
+        return pd.DataFrame([nothing | {"why": f"{NOT_RUN} at width {width}"}])
     try:
         if claim.b is None:
-            values = values_of(choose(runs, depth, same_rate=True), claim.quantity)
+            values = values_of(choose(runs, depth, width, same_rate=True), claim.quantity)
             rows = means(values, claim.quantity).query("a == @claim.a")
             rates = values.loc[values["scheme"] == claim.a, "lr"].unique()
         else:
-            rows = compare(runs, claim.a, claim.b, claim.quantity, depth=depth)
+            rows = compare(runs, claim.a, claim.b, claim.quantity, depth=depth, width=width)
             rates = rows[["lr_a", "lr_b"]].to_numpy(float).ravel()
     except NormlabError as error:
         return pd.DataFrame([nothing | {"why": str(error)}])
     said = " and ".join(f"{rate:g}" for rate in dict.fromkeys(rates) if math.isfinite(rate))
-    why = "" if np.isfinite(rows["estimate"]).all() else _without_number(runs[runs["depth"] == depth], claim)
+    why = "" if np.isfinite(rows["estimate"]).all() else _without_number(here, claim)
     return rows.assign(rates=said, why=why)
 
 
@@ -384,7 +413,7 @@ def shown(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
     if "b" in rows:
         table["against"] = [title_of(name) for name in rows["b"]]
     table["ratio" if not sign else "difference"] = [number(value) for value in rows["estimate"]]
-    table["95% interval"] = [_ends(row, number).strip() or "none" for row in rows.itertuples()]
+    table[interval_in_words(rows)] = [_ends(row, number).strip() or "none" for row in rows.itertuples()]
     table["seeds"] = rows["seeds"]
     for name in more:
         table[name] = rows[name].round(3)

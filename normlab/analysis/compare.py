@@ -13,7 +13,15 @@ import pandas as pd
 
 from normlab.analysis.quantities import QUANTITIES, quantity_row, values_of
 from normlab.analysis.selection import DIVERGED, Selection, checked, chosen, in_order, summarize
-from normlab.analysis.verdicts import LEVEL, bracketed, differences, in_words, judged
+from normlab.analysis.verdicts import (
+    LEVEL,
+    bracketed,
+    differences,
+    in_words,
+    interval_in_words,
+    judged,
+    require_level,
+)
 from normlab.errors import NormlabError
 
 
@@ -62,8 +70,7 @@ def compare(
             (0, 1); two runs of another depth, width or seed; another text or tokenizer. Another number of steps where
             `step` is not given.
     """
-    if not 0.0 < level < 1.0:
-        raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
+    require_level(level)
     where: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
     own = _look(runs, a, b, metric, depth, width, where)
     found = judged(_rows(values_of(own, metric, **where), a, b, metric, level), level)
@@ -95,11 +102,12 @@ def compare_variants(
         is not repeated.
 
     Raises:
-        NormlabError: a field that no run has, or no group with both schemes.
+        NormlabError: a field that no run has, no group with both schemes, or a level outside (0, 1).
     """
     if unknown := [name for name in by if name not in configs.columns]:
         raise NormlabError(f"no run sets {', '.join(unknown)}; fields are {', '.join(map(str, configs.columns))}")
-    choice, level = {name: where.pop(name, None) for name in ("depth", "width")}, where.pop("level", LEVEL)
+    choice = {name: where.pop(name, None) for name in ("depth", "width")}
+    level = require_level(where.pop("level", LEVEL))
     where = {"site": None, "layer": None, "mask": "all", "split": None, "step": None} | where
     found = []
     for fields, group in configs.groupby(list(by), dropna=False):
@@ -111,7 +119,7 @@ def compare_variants(
         found.append(pd.concat([place, rows], axis=1))
     if not found:
         raise NormlabError(f"no configuration under which both {a} and {b} were run")
-    return judged(pd.concat(found, ignore_index=True))
+    return judged(pd.concat(found, ignore_index=True), level)
 
 
 def _look(
@@ -220,12 +228,15 @@ def _require_same_text(about: pd.DataFrame, a: str, b: str) -> None:
             )
 
 
-def report(found: pd.DataFrame, level: float = 0.95) -> str:
-    """The rows of `compare` as lines to print: what was compared, on which runs, and a line per depth."""
+def report(found: pd.DataFrame, level: float | None = None) -> str:
+    """The rows of `compare` as lines to print: what was compared, on which runs, and a line per depth.
+
+    level: of the intervals; default: the one that the rows were made with.
+    """
     first = found.iloc[0]
     ratio = first["kind"] == "ratio"
     shown = ("{:.4g}" if ratio else "{:+.4f}").format
-    cells = [["depth", "seeds", first["a"], first["b"], first["kind"], f"{100 * level:g}% interval", ""]]
+    cells = [["depth", "seeds", first["a"], first["b"], first["kind"], interval_in_words(found, level), ""]]
     for row in found.itertuples():
         numbers = [f"{value:.4g}" for value in (row.mean_a, row.mean_b)]
         interval = bracketed(row.low, row.high, shown).strip()

@@ -158,7 +158,7 @@ QUANTITIES = {
                  of=_skip_cost(lambda layer, depth: (layer > 1) & (layer <= depth * DEEP))),
         Quantity("deep_span_cost", "the loss added by leaving out a quarter of the blocks at once, from the first of "
                  "the second half on", "cost of a quarter of the blocks, deep ones", "nats per token",
-                 measured_after=True, of=_skip_cost(lambda layer, depth: layer == depth * DEEP + 1, "span")),
+                 measured_after=True, of=_skip_cost(lambda layer, depth: layer == depth * DEEP // 1 + 1, "span")),
         Quantity("uniform_attentions", "the number of blocks after the first whose attention is uniform: its entropy "
                  "is above 98% of the largest", "uniform attentions", "blocks", of=_uniform_attentions),
     )

@@ -12,7 +12,7 @@ Choices follow rules, and `Selection.describe` states them in words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,8 +39,17 @@ def in_order(schemes: Iterable[str]) -> list[str]:
 
 
 def title_of(scheme: str) -> str:
-    """A scheme's name in figures; that of an unregistered one is its own."""
-    return SCHEMES[scheme].title if scheme in SCHEMES else scheme
+    """A scheme's title in figures, with its name where others have that title; an unregistered one's name."""
+    if scheme not in SCHEMES:
+        return scheme
+    title = SCHEMES[scheme].title
+    of_that_title = {row.name for row in SCHEMES.values() if row.title == title}
+    return f"{title} ({scheme})" if len(of_that_title) > 1 else title
+
+
+def separator(titles: Iterable[str]) -> str:
+    """What stands between titles: a semicolon where one of them has a comma."""
+    return "; " if any("," in title for title in titles) else ", "
 
 
 def checked(table: pd.DataFrame, needed: Sequence[str] = NEEDED, source: str = "load_runs") -> pd.DataFrame:
@@ -64,6 +73,7 @@ def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
 
     Raises:
         NothingToShow: runs differ in learning rate or something else, so that a mean over them is not one over seeds.
+            Or runs of one depth have several widths or lengths, where the rows have their width and recipe.
     """
     twice = rows[rows.duplicated(["scheme", "depth", "seed", *rows.columns.intersection(["layer", "other"])])]
     if len(twice):
@@ -72,7 +82,23 @@ def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
             f"Several runs of {first['scheme']} at depth {first['depth']}, seed {first['seed']} were measured: "
             "keep the rows of one learning rate and setting."
         )
+    if "width" in rows and rows.groupby("depth")["width"].nunique().gt(1).any():
+        raise NothingToShow(f"The runs have widths {_listed(sorted(rows['width'].unique()))}: keep those of one.")
+    if "recipe" in rows:
+        _require_one_recipe(rows.drop_duplicates(["scheme", "depth", "seed"]))
     return rows
+
+
+def _require_one_recipe(runs: pd.DataFrame) -> None:
+    """Refuse seeds of one scheme that were trained unlike, and runs of one depth that were not trained equally long."""
+    for (scheme, depth), recipes in runs.groupby(["scheme", "depth"], observed=True)["recipe"]:
+        if words := unlike_in_words(recipes):
+            raise NothingToShow(
+                f"Seeds of {scheme} at depth {depth} were trained unlike ({words}): keep the runs of one recipe."
+            )
+    lengths = _fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
+    tokens = lengths.prod(axis=1, skipna=False)
+    require_one_length(runs.assign(steps=lengths["steps"], tokens=tokens, status=FINISHED))
 
 
 def depths_of_most(table: pd.DataFrame) -> list[int]:
@@ -87,16 +113,21 @@ def deepest(table: pd.DataFrame) -> int:
     return int(counts.index[counts >= min(3, counts.max())].max())
 
 
-def of_depth(table: pd.DataFrame, depth: int | None) -> pd.DataFrame:
+def of_depth(table: pd.DataFrame, depth: int | None, schemes: Sequence[str] | None = None) -> pd.DataFrame:
     """The rows of one depth; None: of all.
+
+    schemes: those that the table is of, where others are left out.
 
     Raises:
         NothingToShow: there are none.
     """
     found = table if depth is None else table[table["depth"] == depth]
+    if table.empty:
+        raise NothingToShow("The table has no run.")
     if found.empty:
         had = sorted(int(other) for other in table["depth"].unique())
-        raise NothingToShow(f"No run of depth {depth} in the table, which has depth {_listed(had)}.")
+        of, has = (f"{', '.join(schemes)} at ", "it at ") if schemes else ("", "")
+        raise NothingToShow(f"No run of {of}depth {depth} in the table, which has {has}depth {_listed(had)}.")
     return found
 
 
@@ -121,7 +152,7 @@ def rates_in_words(runs: pd.DataFrame) -> str:
         words = f"{runs['lr'].min():g} to {runs['lr'].max():g}"
         if runs["scheme"].nunique() <= MANY:
             by_rate = {lr: [*map(title_of, in_order(own))] for lr, own in runs.groupby("lr")["scheme"]}
-            between = "; " if any("," in title for own in by_rate.values() for title in own) else ", "
+            between = separator(title for own in by_rate.values() for title in own)
             named = ((lr, between.join(own)) for lr, own in by_rate.items())
             words = ", ".join(f"{lr:g} ({titles})" for lr, titles in named)
         return f"each scheme's learning rate: {words}"
@@ -201,14 +232,44 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
 def unlike(recipes: pd.Series) -> pd.DataFrame:
     """The fields in which recipes of `normlab.load_runs` differ, one column each. What one lacks is not compared."""
-    rows = [dict(item.partition("=")[::2] for item in recipe.split()) for recipe in recipes]
-    fields = pd.DataFrame(rows, index=recipes.index)
+    fields = _fields(recipes)
     return fields.loc[:, fields.nunique() > 1]
+
+
+def _fields(recipes: pd.Series) -> pd.DataFrame:
+    """The fields of recipes as text, one column each."""
+    rows = [dict(item.partition("=")[::2] for item in recipe.split()) for recipe in recipes]
+    return pd.DataFrame(rows, index=recipes.index)
 
 
 def unlike_in_words(recipes: pd.Series) -> str:
     """The same as text: "warmup 0.1 and 0.3, clip 1 and 5"; empty if they are alike."""
     return ", ".join(f"{name} {' and '.join(sorted(own.dropna().unique()))}" for name, own in unlike(recipes).items())
+
+
+def recipes_in_words(runs: pd.DataFrame) -> str:
+    """What runs differ in beside their rate: the schemes of a depth whose value fewer runs have, or each depth's value.
+
+    Args:
+        runs: columns `scheme depth seed recipe`, one row per run or several. Nothing is said without recipes.
+    """
+    if "recipe" not in runs:
+        return ""
+    runs = runs.drop_duplicates(["scheme", "depth", "seed"])
+    said: dict[str, None] = {}
+    for _, own in runs.groupby("depth"):
+        for name, values in unlike(own["recipe"]).items():
+            counts = values.value_counts().sort_index().sort_values(ascending=False, kind="stable")
+            most, *others = counts.index
+            titles = [list(map(title_of, in_order(own["scheme"][values == other]))) for other in others]
+            between = separator(title for own_titles in titles for title in own_titles)
+            named = [f"{other} ({between.join(own_titles)})" for other, own_titles in zip(others, titles, strict=True)]
+            said[f"{name} {' and '.join([most, *named])}"] = None
+    for name, values in unlike(runs["recipe"]).items():
+        usual = values.groupby(runs["depth"]).agg(lambda own: own.mode().get(0)).dropna()
+        if usual.nunique() > 1:
+            said[f"{name} {' and '.join(f'{value} at depth {depth}' for depth, value in usual.items())}"] = None
+    return f"trained unlike: {', '.join(said)}" if said else ""
 
 
 def has_learned(about: pd.DataFrame) -> pd.Series:
@@ -276,16 +337,8 @@ class Selection:
         return " · ".join(filter(None, parts))
 
     def recipes(self) -> str:
-        """What runs of one depth differ in beside their rate, and the schemes whose value fewer runs have, in words."""
-        said: dict[str, None] = {}
-        for _, own in self.runs.groupby("depth"):
-            for name, values in unlike(own["recipe"]).items():
-                counts = values.value_counts().sort_index().sort_values(ascending=False, kind="stable")
-                most, *others = counts.index
-                schemes = [", ".join(map(title_of, in_order(own["scheme"][values == other]))) for other in others]
-                named = [f"{other} ({titles})" for other, titles in zip(others, schemes, strict=True)]
-                said[f"{name} {' and '.join([most, *named])}"] = None
-        return f"trained unlike: {', '.join(said)}" if said else ""
+        """`recipes_in_words` of the runs."""
+        return recipes_in_words(self.runs)
 
     def precision(self) -> str:
         """Counts of runs by precision, in words; empty if there is only one."""
@@ -317,30 +370,39 @@ def choose(
         depth: a number of blocks, None for all, or "deepest": the deepest at which most schemes were trained. With
             `same_rate` a depth at which they share a rate is preferred.
         width: default: the one with most runs.
-        schemes: default all. Control schemes in the table are always added.
+        schemes: default all. Control schemes in the table are always added, where they have the depth and width that
+            these choose.
         same_rate: at each depth show all schemes at one learning rate, if all were run with it.
 
     Returns:
         A `Selection`: the chosen rows of `runs`, a table with a row per run, and sentences on how they were chosen.
 
     Raises:
-        NothingToShow: one sentence with the reason, and what there is instead. Runs of one depth that were measured on
-            several texts are not shown together.
+        NothingToShow: one sentence with the reason, and what there is instead. Runs that were measured on several texts
+            are not shown together, at whatever depths.
         NormlabError: a table without the columns of `normlab.load_runs`.
     """
     return _of_one_text(chosen(runs, depth, width, schemes, same_rate))
 
 
 def _of_one_text(selection: Selection) -> Selection:
-    """The selection. NothingToShow where runs of a depth were measured on several texts."""
-    for at, here in selection.runs.groupby("depth"):
+    """The selection. NothingToShow where its runs were measured on several texts."""
+    for of, here in _by_depth(selection.runs, across=True):
         for column in ("unigram_entropy", "bigram_loss"):
             if len(texts := here[column].dropna().round(6).unique()) > 1:
                 raise NothingToShow(
-                    f"The runs of depth {at} were measured on {len(texts)} texts or in other tokens ({column} "
+                    f"The runs of {of} were measured on {len(texts)} texts or in other tokens ({column} "
                     f"{', '.join(f'{value:.3f}' for value in sorted(texts))}): keep those of one."
                 )
     return selection
+
+
+def _by_depth(runs: pd.DataFrame, across: bool) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The runs of each depth with its name, "depth 4"; with `across` those of all depths too, "depths 4, 8"."""
+    for depth, here in runs.groupby("depth"):
+        yield f"depth {depth}", here
+    if across:
+        yield f"depths {_listed(sorted(runs['depth'].unique()))}", runs
 
 
 def chosen(
@@ -372,17 +434,25 @@ def _picked(
             raise NothingToShow(f"No run of {', '.join(unknown)} in the table, which has {', '.join(in_order(known))}.")
         wanted = set(schemes) | {name for name in known if name in SCHEMES and SCHEMES[name].is_control}
         about = about[about["scheme"].isin(wanted)]
-    width = int(about["width"].mode().iloc[0]) if width is None else width
-    about = about[about["width"] == width]
-    if about.empty:
-        raise NothingToShow(f"No run of width {width} in the table.")
+    asked = about[about["scheme"].isin(schemes)] if schemes else about  # controls choose neither width nor depth
+    width = int(asked["width"].mode().iloc[0]) if width is None else width
+    about, of_widths, asked = about[about["width"] == width], asked, asked[asked["width"] == width]
+    if asked.empty:
+        of = f"{', '.join(schemes)} at " if schemes else ""
+        raise NothingToShow(f"No run of {of}width {width} in the table.")
     if isinstance(depth, str) and depth != "deepest":
         raise NormlabError(f"depth is {depth!r}: give a number of blocks, 'deepest', or None for all")
     if depth == "deepest":
-        full = depths_of_most(about)
+        full = depths_of_most(asked)
         shared = [d for d in full if same_rate and len(_common_rates(about[about["depth"] == d]))]
         depth = max(shared or full)
-    about = of_depth(about, None if depth is None else int(depth))
+    depth = None if depth is None else int(depth)
+    if depth not in {None, *asked["depth"]} and len(widths := of_widths.loc[of_widths["depth"] == depth, "width"]):
+        raise NothingToShow(
+            f"No run of depth {depth} at width {width} in the table, which has that depth at width "
+            f"{_listed(sorted(widths.unique()))}."
+        )
+    about = about[about["depth"].isin(of_depth(asked, depth, schemes)["depth"])]
     own = about[_chosen_rate(about)]
     about = pd.concat([_at_one_rate(about, own, depth) for depth in own["depth"].unique()]) if same_rate else own
     everyone, about = about, one_precision(about)
@@ -469,13 +539,17 @@ def _common_rates(here: pd.DataFrame) -> pd.Index:
     return schemes.index[schemes == here["scheme"].nunique()]
 
 
-def require_one_length(about: pd.DataFrame) -> None:
-    """Refuse what compares runs after training if finished ones of a depth were not trained equally long."""
-    for depth, here in about[about["status"] != DIVERGED].groupby("depth"):
+def require_one_length(about: pd.DataFrame, *, across: bool = False) -> None:
+    """Refuse what compares runs after training if finished ones of a depth were not trained equally long.
+
+    Args:
+        across: depths are compared too, so that all runs have one length.
+    """
+    for of, here in _by_depth(about[about["status"] != DIVERGED], across):
         for length in ("steps", "tokens"):
             if here[length].nunique() > 1:
                 raise NothingToShow(
-                    f"The runs of depth {depth} were trained for {here[length].min():,.0f} to "
+                    f"The runs of {of} were trained for {here[length].min():,.0f} to "
                     f"{here[length].max():,.0f} {length}: keep those of one length."
                 )
 

@@ -18,10 +18,12 @@ import pandas as pd
 
 from normlab.analysis.quantities import quantity_row
 from normlab.analysis.selection import in_order, of_one_setting
+from normlab.errors import NormlabError
 from normlab.probes.metrics import Metric
 
 DIFFERENT, EQUIVALENT, UNDECIDED = "different", "equivalent", "undecided"
 LEVEL = 0.95  # of confidence
+HAS_LEVEL = "normlab.level"  # in the attrs of `judged`'s table: the level of its intervals
 SEEDS = 4  # that a claim needs
 SIZE_MARGIN, LOSS_MARGIN = 0.10, 0.02  # a share of a size; nats per token
 
@@ -111,9 +113,11 @@ def judged(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
     called equivalent.
 
     Args:
-        rows: of `differences` or `means`, of one call or of several; all intervals are of the same `level`.
+        rows: of `differences` or `means`, of one call or of several; all intervals are of the same `level`, which the
+            result has in its `attrs`.
     """
     rows = rows.copy()
+    rows.attrs[HAS_LEVEL] = level
     rows["p_holm"] = holm(rows["p"].to_numpy(float))
     rows["margin"] = [_margin(quantity_row(name)) for name in rows["metric"]]
     rows["verdict"] = [
@@ -121,6 +125,18 @@ def judged(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
         for row in rows.itertuples()
     ]
     return rows
+
+
+def interval_in_words(rows: pd.DataFrame, level: float | None = None) -> str:
+    """What the intervals of `judged` are called, "95% interval": of their own level, or of the one given."""
+    return f"{100 * (level or rows.attrs.get(HAS_LEVEL, LEVEL)):g}% interval"
+
+
+def require_level(level: float) -> float:
+    """The level of confidence. NormlabError: it is none."""
+    if not 0.0 < level < 1.0:
+        raise NormlabError(f"level is {level}: choose a confidence level between 0 and 1, such as 0.95")
+    return level
 
 
 def holm(p: np.ndarray) -> np.ndarray:

@@ -12,7 +12,15 @@ from plotly.subplots import make_subplots
 
 from normlab.analysis.outcomes import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
 from normlab.analysis.quantities import last_values
-from normlab.analysis.selection import DIVERGED, FINISHED, NOT_LEARNED, NothingToShow, Selection, mean_of
+from normlab.analysis.selection import (
+    DIVERGED,
+    FINISHED,
+    NOT_LEARNED,
+    NothingToShow,
+    Selection,
+    mean_of,
+    require_one_length,
+)
 from normlab.analysis.verdicts import LEVEL, bracketed, differences, in_words, interval, judged
 from normlab.figures import theme
 from normlab.figures.draw import (
@@ -54,6 +62,7 @@ def depth_scaling(runs: pd.DataFrame | Selection) -> go.Figure:
     undecided.
     """
     shown = selected(runs, depth=None)
+    require_one_length(shown.runs, across=True)
     points = _depth_points(shown)
     if points["mean"].notna().sum() == 0 and not points["diverged"].any():
         raise NothingToShow("No held-out loss was logged in these runs.")

@@ -15,6 +15,7 @@ from normlab.analysis.selection import (
     in_order,
     of_one_setting,
     rates_in_words,
+    recipes_in_words,
     seeds_in_words,
 )
 from normlab.analysis.verdicts import bracketed, means
@@ -225,4 +226,5 @@ def _of_depth(experiments: pd.DataFrame, metric: str, part: str, depth: int | No
         return rows, ""
     seeds = seeds_in_words(rows.groupby("scheme", observed=True)["seed"].nunique())
     widths = ", ".join(str(width) for width in sorted(rows["width"].unique()))
-    return rows, f"depth {depth} · width {widths} · {seeds} · {rates_in_words(rows)}"
+    parts = [f"depth {depth}", f"width {widths}", seeds, rates_in_words(rows), recipes_in_words(rows)]
+    return rows, " · ".join(filter(None, parts))

@@ -12,6 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from normlab.analysis.profiles import BEST, LEVEL, Profile, Profiles, View, default_view
+from normlab.analysis.selection import separator
 from normlab.errors import NormlabError
 from normlab.figures import theme as look
 from normlab.figures.draw import EndLabel, axis_bounds, label_trace, value_axis
@@ -154,7 +155,8 @@ def log_axis(view: View, asked: bool) -> bool:
 def log_remark(profiles: Profiles, view: View) -> str:
     """The lines that a log axis cannot show, in words."""
     unseen = [line for line in profiles.lines(view) if np.isfinite(line.values).any() and not (line.values > 0).any()]
-    return ", ".join(look.style_of(line.scheme).title for line in unseen) + ": zero, below a log axis" if unseen else ""
+    titles = [look.style_of(line.scheme).title for line in unseen]
+    return f"{separator(titles).join(titles)}: zero, below a log axis" if unseen else ""
 
 
 def theory_remark(profiles: Profiles, view: View) -> str:
@@ -164,7 +166,9 @@ def theory_remark(profiles: Profiles, view: View) -> str:
         what = f"the {metric_row(view.metric).label}, {site_label(view.site)}"
         return f"theory says nothing here of {what}"
     silent = [look.style_of(name).title for name in view.schemes if name not in schemes]
-    return "thin, with rings: theory, before training" + (f" (nothing of {', '.join(silent)})" if silent else "")
+    return "thin, with rings: theory, before training" + (
+        f" (nothing of {separator(silent).join(silent)})" if silent else ""
+    )
 
 
 def published_remark(published: pd.DataFrame | None, view: View) -> str:

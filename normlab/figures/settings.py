@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from normlab.analysis.selection import NothingToShow
 from normlab.analysis.theory import chebyshev_bound
-from normlab.analysis.verdicts import DIFFERENT, bracketed, in_words
+from normlab.analysis.verdicts import DIFFERENT, bracketed, in_words, interval_in_words
 from normlab.figures import theme
 from normlab.figures.draw import LEGEND_ABOVE, add_line, axis_bounds, beside, interval_bars, mark, value_axis
 from normlab.figures.registry import drawing
@@ -25,7 +25,7 @@ _ROW = 30  # pixels of a variant
 
 @drawing
 def variant_differences(table: pd.DataFrame) -> go.Figure:
-    """Scheme a minus scheme b with its 95% interval, one row per variant, under the heading of its group.
+    """Scheme a minus scheme b with its interval, one row per variant, under the heading of its group.
 
     A disc is different, a square equivalent, a ring undecided (`normlab.analysis.verdicts`); all rows are one family.
 
@@ -67,7 +67,7 @@ def variant_differences(table: pd.DataFrame) -> go.Figure:
     figure.update_layout(showlegend=False, margin=dict(l=250, r=300, t=100, b=62))
     told = f"{(table['verdict'] == DIFFERENT).sum()} of {len(table)} {'ratios' if is_ratio else 'differences'}"
     title = f"{a.title} against {b.title}, {metric.label}: {told} clearly differ from {neutral:g}"
-    about = f"paired by seed · 95% interval · Holm over {len(table)} · {theme.VERDICT_KEY}"
+    about = f"paired by seed · {interval_in_words(table)} · Holm over {len(table)} · {theme.VERDICT_KEY}"
     return theme.titled(figure, title, about, 190 + _ROW * (positions[-1] + 1))
 
 

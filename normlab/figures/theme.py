@@ -12,6 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 import plotly.io as pio
 
+from normlab.analysis.selection import title_of
 from normlab.analysis.verdicts import DIFFERENT, EQUIVALENT, UNDECIDED
 from normlab.errors import NormlabError
 from normlab.schemes import SCHEMES
@@ -70,7 +71,7 @@ def style_of(scheme: str, theme: str = "light") -> Style:
     if row is None:
         return Style(scheme, scheme, NEUTRAL, "dashdot", False)
     color, dash = (row.color, row.dash) if row.color else _free_looks(tuple(SCHEMES))[scheme]
-    return Style(row.name, row.title, ink(color, theme), dash, row.is_control)
+    return Style(row.name, title_of(scheme), ink(color, theme), dash, row.is_control)
 
 
 def name_of(scheme: str) -> str:

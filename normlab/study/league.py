@@ -116,9 +116,10 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
     """Each scheme at each learning rate, of one depth.
 
     Returns:
-        Columns `scheme lr seeds loss validation_loss learned growth deep_cost`, means over seeds, a geometric one of
-        growth. `loss` is of the test half, and infinite where a run diverged. `learned`: all of them end below the
-        trigram model. `deep_cost` is missing where no block was left out.
+        Columns `scheme lr seeds loss validation_loss learned told growth deep_cost`, means over seeds, a geometric one
+        of growth. `loss` is of the test half, and infinite where a run diverged. `learned`: all of them end below the
+        trigram model; `told`: they know its loss, without which none has learned. `deep_cost` is missing where no block
+        was left out.
     """
     about = summarize(runs)
     about = about[about["depth"] == depth]
@@ -135,6 +136,7 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
     table["growth"] = np.exp(np.log(about["growth"]).groupby([about["scheme"], about["lr"]]).mean())
     table.insert(0, "seeds", rates["seed"].nunique())
     table.insert(3, "learned", rates["learned"].all())
+    table.insert(4, "told", rates["trigram_loss"].agg(lambda losses: losses.notna().all()))
     return table.loc[in_order(about["scheme"])].reset_index()
 
 
@@ -148,12 +150,12 @@ def contenders(runs: pd.DataFrame, depth: int | None = None, at: float | None = 
             the one of most schemes.
 
     Returns:
-        Columns `scheme depth best at_edge seeds loss learned minus low high p_holm verdict`, columns `loss_at_<rate>`
-        and `learned_at_<rate>` for each rate, `at growth deep_cost`. `best` is the rate of the lowest validation loss,
-        of those with most seeds; `at_edge` whether it is the least or the largest that was tried. `minus` is the
-        scheme's loss at its best rate minus Pre-LN's at its own, paired by seed. `low` and `high` are the pair's own
-        95% interval (t over the seeds), and `verdict` is corrected by Holm over the schemes with four seeds; of fewer
-        there is neither.
+        Columns `scheme depth best at_edge seeds loss learned told minus low high p_holm verdict`, columns
+        `loss_at_<rate>` and `learned_at_<rate>` for each rate, `at growth deep_cost`. `best` is the rate of the lowest
+        validation loss, of those with most seeds; `at_edge` whether it is the least or the largest that was tried.
+        `minus` is the scheme's loss at its best rate minus Pre-LN's at its own, paired by seed. `low` and `high` are
+        the pair's own 95% interval (t over the seeds), and `verdict` is corrected by Holm over the schemes with four
+        seeds; of fewer there is neither.
     """
     depth = max(depths_of_most(runs), default=0) if depth is None else depth
     rates = by_rate(runs, depth)
@@ -163,13 +165,13 @@ def contenders(runs: pd.DataFrame, depth: int | None = None, at: float | None = 
         best = own.loc[_best(own)]
         ends = own["lr"].min(), own["lr"].max()
         row = {"scheme": scheme, "depth": depth, "best": best["lr"], "at_edge": best["lr"] in ends and len(own) > 1}
-        row |= {name: best[name] for name in ("seeds", "loss", "learned")}
+        row |= {name: best[name] for name in ("seeds", "loss", "learned", "told")}
         row |= {f"{LOSS_AT}{rate:g}": loss for rate, loss in zip(own["lr"], own["loss"], strict=True)}
         row |= {f"{LEARNED_AT}{rate:g}": learned for rate, learned in zip(own["lr"], own["learned"], strict=True)}
         there = own[np.isclose(own["lr"], at)]
         rows.append(row | {"at": at} | {name: there[name].iloc[0] if len(there) else np.nan for name in SIZES})
     table = pd.DataFrame(rows).merge(_against_baseline(runs, depth, rates), on="scheme", how="left")
-    order = ["scheme", "depth", "best", "at_edge", "seeds", "loss", "learned"]
+    order = ["scheme", "depth", "best", "at_edge", "seeds", "loss", "learned", "told"]
     order += ["minus", "low", "high", "p_holm", "verdict"]
     order += [f"{name}{rate:g}" for name in (LOSS_AT, LEARNED_AT) for rate in _rates(table)]
     return table.sort_values("loss", ignore_index=True)[[*order, "at", *SIZES]]
@@ -359,7 +361,7 @@ def against_papers(table: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame
 def _ours(scheme: pd.Series, base: pd.Series) -> str:
     """A scheme's loss minus another's, from rows of the table; words where one of them has not learned."""
     if not (scheme["learned"] and base["learned"]):
-        return "not learned"
+        return "not learned" if scheme["told"] and base["told"] else "not known to have learned"
     if base.name == BASELINE and pd.notna(scheme["minus"]):
         return _difference(scheme)
     return _number(scheme["loss"] - base["loss"], "+")
@@ -384,7 +386,8 @@ def _loss(row: pd.Series, rate: float) -> str:
     loss = row[f"{LOSS_AT}{rate:g}"]
     if pd.isna(loss):
         return ""
-    text = f"{loss:.2f}" if row[f"{LEARNED_AT}{rate:g}"] or np.isinf(loss) else f"({loss:.2f})"
+    is_plain = row[f"{LEARNED_AT}{rate:g}"] or np.isinf(loss) or not row["told"]
+    text = f"{loss:.2f}" if is_plain else f"({loss:.2f})"
     return text + ("" if rate != row["best"] else "+" if row["at_edge"] else "*")
 
 
@@ -402,6 +405,7 @@ def remarks(table: pd.DataFrame) -> list[str]:
     rates = table.filter(regex=f"^{LOSS_AT}").notna().sum(axis=1)
     best = [f" ({rate:g})" for rate in table["best"]]
     counts = table["dtype"].value_counts()
+    learned, told = table["learned"].astype(bool), table["told"].astype(bool)
     found = [
         f"{table['depth'].iloc[0]} blocks; losses are held-out, in nats per token, of {seeds}; growth and deep cost at "
         f"rate {table['at'].iloc[0]:g}."
@@ -410,7 +414,8 @@ def remarks(table: pd.DataFrame) -> list[str]:
         ("No interval, and so no rank", table["low"].isna() & (table["scheme"] != BASELINE), ""),
         ("The best rate is at the edge of those tried", table["at_edge"], best),
         ("Tried at one rate alone", rates == 1, ""),
-        ("Not learned with every seed at the best rate, so above a trigram model", ~table["learned"].astype(bool), ""),
+        ("Not learned with every seed at the best rate, so above a trigram model", ~learned & told, ""),
+        ("Not known to have learned, as the runs know no trigram model's loss", ~told, ""),
         (
             "In another precision than most, which moves a loss by up to 0.04",
             table["dtype"].map(counts) < counts.max(),

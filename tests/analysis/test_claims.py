@@ -58,6 +58,14 @@ def test_what_depth_buys_is_not_asked_of_runs_of_two_lengths():
     runs = pd.concat([one_run("lns", 4, seed) for seed in range(3)] + [one_run("lns", 8, 0, steps=(0, 20, 60))])
     with pytest.raises(NormlabError, match="lns was trained for 20 steps at depth 4 and for 60 steps at depth 8"):
         claims.depth_gain(runs)
+    batches = table(("lns",), depths=(4, 8)).assign(tokens=lambda rows: rows["tokens"] * rows["depth"])
+    with pytest.raises(NormlabError, match="for 8,000 tokens at depth 4 and for 16,000 tokens at depth 8"):
+        claims.depth_gain(batches)
+    with pytest.raises(NormlabError, match="of depths 4, 8 were trained for 8,000 to 16,000 tokens: keep those of one"):
+        claims.losses(batches)
+    diverged = table(("lns",), depths=(4, 8), seeds=(0,), statuses={("lns", 8): "diverged"})
+    stopped = diverged[diverged["depth"].eq(4) | diverged["step"].le(10)]
+    assert claims.losses(stopped)[8].tolist() == ["(diverged)"] and len(claims.depth_gain(stopped)) == 1
 
 
 def test_a_depth_with_one_seed_is_compared_where_only_one_depth_has_several(losses):
@@ -149,6 +157,34 @@ def test_depth_use_is_the_deeper_halfs_mean_cost_and_its_share():
         [deep.mean()["bhyt"] - deep.mean()["lns"], gap["estimate"] + half]
     )
     assert list(claims.shown(claims.depth_use(apart, 2, reference="lns"))["against"]) == ["LNS"] * 2
+
+
+def test_depth_use_is_not_of_runs_of_several_widths_lengths_or_recipes():
+    alike = skipping({"lns": [0.3, 0.1], "bhyt": [0.2, 0.4]}).assign(width=16, recipe="steps=20 batch_size=8")
+    is_lns = alike["scheme"] == "lns"
+
+    def changed(**fields: object) -> pd.DataFrame:
+        return alike.assign(**{name: alike[name].mask(is_lns, value) for name, value in fields.items()})
+
+    for reference in (None, "bhyt"):
+        assert claims.depth_use(alike, 2, reference=reference).attrs["about"] == ""
+        with pytest.raises(NormlabError, match="widths 16, 32: keep those of one"):
+            claims.depth_use(changed(width=32), 2, reference=reference)
+        with pytest.raises(NormlabError, match="depth 2 were trained for 20 to 60 steps: keep those of one length"):
+            claims.depth_use(changed(recipe="steps=60 batch_size=8"), 2, reference=reference)
+        with pytest.raises(NormlabError, match="were trained for 640 to 1,280 tokens"):
+            both = changed(recipe="steps=20 batch_size=8 block_length=8")
+            both["recipe"] = both["recipe"].where(is_lns, "steps=20 batch_size=8 block_length=4")
+            claims.depth_use(both, 2, reference=reference)
+        said = claims.depth_use(changed(recipe="steps=20 batch_size=8 warmup=0.3"), 2, reference=reference)
+        assert said.attrs["about"] == "", "what one lacks is not compared"
+    warm = alike.assign(recipe=alike["recipe"] + " warmup=" + is_lns.map({True: "0.3", False: "0.1"}))
+    assert claims.depth_use(warm, 2).attrs["about"] == "trained unlike: warmup 0.1 and 0.3 (LNS)"
+    seeds = alike.assign(recipe=alike["recipe"] + " warmup=" + alike["seed"].map({0: "0.1", 1: "0.1", 2: "0.5"}))
+    with pytest.raises(NormlabError, match=r"Seeds of bhyt at depth 2 .* unlike \(warmup 0.1 and 0.5\): keep"):
+        claims.depth_use(seeds, 2)
+    with pytest.raises(NormlabError, match="^no run has skip_delta_loss of block$"):
+        claims.depth_use(alike[:0])
 
 
 def test_the_deepest_depth_at_which_schemes_can_be_compared():
@@ -245,6 +281,12 @@ def test_why_there_is_no_number_is_what_happened():
     bare = table(SCHEMES, depths=(4,)).query("metric != 'token_l2_mean' or layer != 1")
     grown = claims.Claim("Pre-LN grows", "pre_rmsnorm", None, "growth", "above")
     assert claims.tested(bare, [grown])["says"].tolist() == ["not measured"]
+    runs = table(SCHEMES, depths=(4,))
+    runs.loc[runs["scheme"] == "lns", "width"] = 32
+    wide = grown._replace(says="LNS grows", a="lns")
+    found = claims.tested(runs, [wide, lower, grown])
+    assert found["says"].tolist() == ["not run at width 16", "not run at width 16", "holds"]
+    assert claims.sentence(found).startswith("“Pre-LN grows”: holds")
 
 
 def test_losses_stand_by_scheme_and_depth_with_what_must_be_known_of_them():

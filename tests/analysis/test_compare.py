@@ -5,15 +5,16 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from figures_helpers import empty, one_run, table
+from figures_helpers import empty, one_run, table, text_of
 
-from normlab.analysis.claims import shown
+from normlab.analysis.claims import depth_gain, losses, shown
 from normlab.analysis.compare import compare, compare_variants, report
 from normlab.analysis.profiles import Profiles, View, default_view
 from normlab.analysis.quantities import last_values, values_of
-from normlab.analysis.selection import NothingToShow, choose, fully_tried, summarize
+from normlab.analysis.selection import NothingToShow, choose, fully_tried, of_depth, summarize
 from normlab.analysis.verdicts import DIFFERENT, UNDECIDED, in_words
 from normlab.errors import NormlabError
+from normlab.figures.settings import variant_differences
 
 
 def test_pairing_by_seed_sees_a_difference_that_the_spread_of_seeds_hides():
@@ -76,6 +77,31 @@ def test_a_diverged_learning_rate_is_chosen_only_when_there_is_no_other():
 def test_controls_come_along_whatever_schemes_are_asked_for():
     chosen = choose(table(), schemes=["bhyt"])
     assert set(chosen.schemes) == {"bhyt", "bhyt_linear", "rmsnorm_gain"}
+
+
+def test_controls_choose_neither_depth_nor_width():
+    runs = pd.concat([one_run("lns", 2), one_run("rmsnorm_gain", 4), one_run("rmsnorm_gain", 4, 1)], ignore_index=True)
+    for depth in ("deepest", None, 2):
+        chosen = choose(runs, depth, schemes=["lns"])
+        assert (chosen.schemes, chosen.depths) == (["lns"], [2])
+    assert choose(runs, schemes=["lns", "rmsnorm_gain"]).depths == [4], "one that is asked for does"
+    with pytest.raises(NothingToShow, match="No run of lns at depth 4 in the table, which has it at depth 2"):
+        choose(runs, 4, schemes=["lns"])
+    wide = runs.assign(depth=4, width=runs["width"].mask(runs["scheme"] == "lns", 32))
+    assert choose(wide, schemes=["lns"]).schemes == ["lns"]
+    with pytest.raises(NothingToShow, match="No run of lns at width 16 in the table"):
+        choose(wide, width=16, schemes=["lns"])
+
+
+def test_a_depth_that_is_there_at_another_width_is_named_with_it():
+    runs = pd.concat([table(("lns", "bhyt"), (2,)), one_run("lns", 4).assign(width=32)], ignore_index=True)
+    with pytest.raises(NothingToShow, match="No run of depth 4 at width 16 .* has that depth at width 32"):
+        choose(runs, 4)
+    with pytest.raises(NothingToShow, match="No run of depth 8 in the table, which has depth 2"):
+        choose(runs, 8)
+    for depth in (None, 8):
+        with pytest.raises(NothingToShow, match="^The table has no run.$"):
+            of_depth(runs[:0], depth)
 
 
 def test_a_summary_has_a_row_a_run_with_its_last_losses():
@@ -157,6 +183,17 @@ def test_runs_of_another_text_are_not_compared():
     assert compare(three, "bhyt", "dyt")["estimate"].notna().all(), "a third scheme's text is not theirs"
 
 
+def test_runs_of_two_depths_and_texts_are_not_shown_together():
+    runs = table(("lns", "bhyt"), (2, 4))
+    other = runs["depth"].eq(2) & runs["metric"].eq("unigram_entropy")
+    runs["value"] = runs["value"].mask(other, 4.95)
+    message = r"depths 2, 4 were measured on 2 texts or in other tokens \(unigram_entropy 4.950, 6.000\): keep"
+    for asked in (lambda: choose(runs, None), lambda: depth_gain(runs), lambda: losses(runs)):
+        with pytest.raises(NothingToShow, match=message):
+            asked()
+    assert choose(runs, 2).depths == [2] and choose(runs, 4).depths == [4]
+
+
 def test_runs_of_other_held_out_text_or_of_more_tokens_in_as_many_steps_are_not_compared():
     rows = [one_run(scheme) for scheme in ("bhyt", "lns")]
     for row, loss in zip(rows, (4.6, 4.7), strict=True):
@@ -190,6 +227,18 @@ def test_runs_of_two_recipes_are_no_seeds_of_one_scheme_and_are_said_between_two
     twice = pd.concat([run("bhyt", alike), run("bhyt", other).assign(run="b"), run("lns", alike)], ignore_index=True)
     with pytest.raises(NothingToShow, match="2 runs of bhyt .* differ in warmup 0.1 and 0.3: keep those of one"):
         choose(twice)
+
+
+def test_what_runs_were_trained_unlike_in_names_schemes_apart_and_depths():
+    schemes = ("pre_rmsnorm", "lns", "bhyt", "dyt", "rmsnorm_gain")
+    runs = table(schemes, (2, 4), (0,)).assign(recipe="warmup=0.1 clip=5")
+    of_two = runs["scheme"].isin(["dyt", "rmsnorm_gain"]) & runs["depth"].eq(4)
+    runs["recipe"] = runs["recipe"].mask(of_two, "warmup=0.3 clip=5")
+    assert choose(runs, 4).recipes() == "trained unlike: warmup 0.1 and 0.3 (DyT; Pre-LN, gain λ/κ)"
+    runs["recipe"] = runs["recipe"].mask(runs["depth"] == 2, "warmup=0.1 clip=1")
+    said = "warmup 0.1 and 0.3 (DyT; Pre-LN, gain λ/κ), clip 1 at depth 2 and 5 at depth 4"
+    assert choose(runs, None).recipes() == f"trained unlike: {said}"
+    assert choose(runs, 2).recipes() == ""
 
 
 def test_a_step_without_a_held_out_loss_names_those_that_have_one():
@@ -405,3 +454,15 @@ def test_groups_have_the_level_that_was_asked_for():
     configs = runs.drop_duplicates("run").set_index("run")[["scheme", "depth", "lr"]]
     narrow, wide = (compare_variants(runs, configs, "lns", "bhyt", ["lr"], level=level) for level in (0.9, 0.99))
     assert ((wide["high"] - wide["low"]) > (narrow["high"] - narrow["low"])).all()
+    own = configs[configs.index.isin(runs.loc[runs["depth"] == 4, "run"])]
+    noise = runs["seed"].map({0: 0.05, 1: -0.15, 2: 0.1})
+    runs["value"] += noise.where(runs["scheme"].eq("lns") & runs["metric"].eq("loss"), 0.0)
+    for level, verdict in ((0.5, DIFFERENT), (0.95, UNDECIDED)):
+        found = compare_variants(runs, own, "lns", "bhyt", ["lr"], level=level)
+        same = compare(runs, "lns", "bhyt", depth=4, level=level)
+        assert found["verdict"].tolist() == same["verdict"].tolist() == [verdict]
+        assert f"{level:.0%} interval" in shown(found) and f" {level:.0%} interval" in report(same)
+        figure = variant_differences(found.assign(condition="one", group="of one"))
+        assert f"{level:.0%} interval" in text_of(figure)
+    with pytest.raises(NormlabError, match="level is 95: choose a confidence level between 0 and 1"):
+        compare_variants(runs, own, "lns", "bhyt", ["lr"], level=95)

@@ -1,13 +1,18 @@
 """One number per run, each with one definition: against the raw tables, and through `compare`."""
 
 import numpy as np
+import pandas as pd
 import pytest
+from training_helpers import write_run
 
 import normlab
 from normlab import NormlabError, compare
 from normlab.analysis.quantities import QUANTITIES, values_of
 from normlab.analysis.selection import choose
 from normlab.release import DATA
+from normlab.runs import EXPERIMENT_COLUMNS
+from normlab.store import EXPERIMENTS
+from normlab.training.config import TrainConfig
 
 FOLDER = DATA / "gpu"
 
@@ -66,6 +71,15 @@ def test_compare_takes_quantities_and_pairs_them_by_seed(shipped):
 def test_what_a_quantity_fixes_cannot_be_chosen(name, where, message, shipped):
     with pytest.raises(NormlabError, match=message):
         compare(shipped, "lns", "pre_rmsnorm", name, **where)
+
+
+def test_deep_spans_begin_where_deep_blocks_do_at_odd_depths_too(tmp_path):
+    for scheme in ("lns", "pre_rmsnorm"):
+        run = write_run(TrainConfig(scheme=scheme, depth=9), tmp_path, corpus={"unigram_entropy": 6.5})
+        rows = [("skip_delta_loss", "span", layer, 2, 0.1 * layer, 0.0) for layer in range(1, 9)]
+        pd.DataFrame(rows, columns=EXPERIMENT_COLUMNS).to_parquet(run / EXPERIMENTS, index=False)
+    values = values_of(choose(normlab.load_runs(tmp_path)), "deep_span_cost")["value"]
+    assert values.tolist() == [pytest.approx(0.5)] * 2
 
 
 def test_a_table_without_its_source_has_no_experiments(shipped):

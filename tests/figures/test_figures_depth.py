@@ -41,6 +41,16 @@ def test_a_scheme_that_diverged_is_not_among_those_that_the_title_counts():
     assert title.replace("<br>", " ").endswith("lower at 4 blocks than at 2 under 1 of 2 schemes")
 
 
+def test_depths_of_other_lengths_or_texts_are_not_drawn_together():
+    runs = table(schemes=("pre_rmsnorm", "lns"))
+    batches = runs.assign(tokens=runs["tokens"] * runs["depth"])
+    assert "depths 2, 4 were trained for 4,000 to 8,000 tokens" in text_of(depth_scaling(batches))
+    other = runs["metric"].eq("unigram_entropy") & runs["depth"].eq(2)
+    texts = runs.assign(value=runs["value"].mask(other, 4.95))
+    assert "depths 2, 4 were measured on 2 texts" in text_of(depth_scaling(texts))
+    assert "were trained" not in text_of(depth_scaling(batches[batches["depth"] == 2]))
+
+
 def test_a_difference_is_drawn_only_where_both_schemes_learned():
     figure = depth_scaling(table(statuses={("lns", 4): "not_learned"}))
     assert [gap.meta["depth"] for gap in lines(figure, scheme="lns", panel="difference")] == [2]

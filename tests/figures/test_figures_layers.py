@@ -73,6 +73,17 @@ def test_the_title_gives_the_mean_of_the_deeper_half_without_the_last_layer(meas
     assert title.replace("<br>", " ").endswith(f": mean of blocks 5 to 7, 2 ({high}) to 2 ({low})")
 
 
+def test_runs_that_were_trained_unlike_are_named_or_refused(measured):
+    rows = measured[measured["depth"] == 4]
+    is_lns = rows["scheme"].eq("lns")
+    for draw in (by_layer, by_pair):
+        warm = rows.assign(recipe="steps=20 warmup=" + is_lns.map({True: "0.3", False: "0.1"}))
+        assert " · trained unlike: warmup 0.1 and 0.3 (LNS)" in text_of(draw(warm))
+        longer = rows.assign(recipe="steps=" + is_lns.map({True: "60", False: "20"}))
+        assert "were trained for 20 to 60 steps" in text_of(draw(longer))
+        assert "widths 16, 32: keep those of one" in text_of(draw(rows.assign(width=rows["width"].mask(is_lns, 16))))
+
+
 def test_an_interval_that_a_log_axis_cannot_hold_is_cut_at_the_axis_and_said_to_be(measured):
     rows = measured[(measured["depth"] == 4) & (measured["part"] == "block")].copy()
     rows = rows[rows["metric"] == "skip_delta_loss"]

@@ -7,10 +7,16 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from figures_helpers import table
 from training_helpers import TINY
 
 from normlab import SCHEMES, NormlabError, cli, runs
+from normlab.analysis.claims import losses
+from normlab.analysis.published import load_published
+from normlab.analysis.selection import title_of
+from normlab.figures import theme, trains_at_depth
 from normlab.study import entry as league
+from normlab.study import league as standings
 from normlab.study.presets import get_preset
 from normlab.training.config import TrainConfig
 from normlab.training.grids import Part, Preset, Variant, planned
@@ -68,6 +74,22 @@ def test_a_class_in_a_file_is_a_scheme_with_this_norm_everywhere(file):
     file.write_text(MY_NORM + "\n# edited\n")
     assert league.scheme_of(f"{file}:MeanAbsNorm").name != row.name
     assert league.scheme_of("lns") is SCHEMES["lns"]
+
+
+def test_norms_of_one_class_name_are_told_apart_in_tables_and_figures(file):
+    first = league.scheme_of(f"{file}:MeanAbsNorm")
+    assert title_of(first.name) == "MeanAbsNorm"
+    file.write_text(MY_NORM.replace("1e-6", "1e-3"))
+    names = [first.name, league.scheme_of(f"{file}:MeanAbsNorm").name]
+    titles = [title_of(name) for name in names]
+    assert titles == [f"MeanAbsNorm ({name})" for name in names] == [theme.style_of(name).title for name in names]
+    runs = table((*names, "lns"), (4,), (0,))
+    end = runs["metric"].eq("loss") & runs["split"].eq("eval") & runs["scheme"].eq(names[1])
+    runs["value"] = runs["value"].mask(end, 4.5)
+    assert losses(runs)[4].to_dict() == {"LNS": "4.100", titles[0]: "5.000", titles[1]: "4.500"}
+    assert set(trains_at_depth(runs).data[0].y) == {"LNS", *titles}
+    shown = standings.shown(standings.standings(runs, load_published(), standings.step_times()))
+    assert set(shown["scheme"]) == {"LNS", *titles}
 
 
 def test_a_scheme_in_a_file_may_say_more_than_a_norm(file):

@@ -190,6 +190,15 @@ def test_what_must_be_said_of_a_table_is_said(runs, table):
     assert f"up to 0.04: {table['title'].iloc[-1]} (float32)." in odd and "another precision" not in said
 
 
+def test_runs_without_a_trigrams_loss_are_not_said_to_be_above_it(runs):
+    unknown = league.standings(runs[runs["metric"] != "trigram_loss"], load_published(), league.step_times().iloc[:0])
+    said = " ".join(league.remarks(unknown))
+    assert "Not learned" not in said
+    assert "Not known to have learned, as the runs know no trigram model's loss: Pre-LN; LNS; DyT." in said
+    assert not league.shown(unknown).astype(str).apply(lambda column: column.str.contains("(", regex=False)).any().any()
+    assert "not learned" not in set(league.against_papers(unknown, load_published()).iloc[:, -1])
+
+
 def test_the_printed_table_marks_best_rates_and_fits_a_terminal(table):
     lines = league.printed(table).splitlines()
     first, row = lines[0].split(), next(line for line in lines if line.split()[0] == "LNS").split()

@@ -223,6 +223,11 @@ def test_it_shows_what_there_is_and_says_what_is_missing():
     zeros.loc[(zeros["scheme"] == "lns") & (zeros["site"] == "block_in_grad"), "value"] = 0.0
     said = remarks(zeros, None, "block_in_grad|grad_l2_mean")
     assert "LNS: zero, below a log axis" in said and "log axis" not in remarks(zeros)
+    zeros.loc[(zeros["scheme"] == "rmsnorm_gain") & (zeros["site"] == "block_in_grad"), "value"] = 0.0
+    said = remarks(zeros, None, "block_in_grad|grad_l2_mean")
+    assert "LNS; Pre-LN, gain λ/κ: zero, below a log axis" in said
+    silent = remarks(table(), {run: config for run, config in configs_of(table()).items() if "gain" not in run})
+    assert "(nothing of Pre-LN, gain λ/κ)" in silent
 
 
 def test_one_run_any_name_and_unknown_schemes():
