@@ -255,7 +255,7 @@ def recipes_in_words(runs: pd.DataFrame) -> str:
     """
     if "recipe" not in runs:
         return ""
-    runs = runs.drop_duplicates(["scheme", "depth", "seed"])
+    runs = runs.drop_duplicates(["scheme", "depth", "seed", "recipe"])
     said: dict[str, None] = {}
     for _, own in runs.groupby("depth"):
         for name, values in unlike(own["recipe"]).items():
@@ -387,14 +387,19 @@ def choose(
 
 def _of_one_text(selection: Selection) -> Selection:
     """The selection. NothingToShow where its runs were measured on several texts."""
-    for of, here in _by_depth(selection.runs, across=True):
-        for column in ("unigram_entropy", "bigram_loss"):
+    require_one_text(selection.runs)
+    return selection
+
+
+def require_one_text(about: pd.DataFrame) -> None:
+    """Refuse runs that were measured on several texts, at one depth or at several: their n-gram losses differ."""
+    for of, here in _by_depth(about, across=True):
+        for column in NGRAM_LOSSES:
             if len(texts := here[column].dropna().round(6).unique()) > 1:
                 raise NothingToShow(
                     f"The runs of {of} were measured on {len(texts)} texts or in other tokens ({column} "
                     f"{', '.join(f'{value:.3f}' for value in sorted(texts))}): keep those of one."
                 )
-    return selection
 
 
 def _by_depth(runs: pd.DataFrame, across: bool) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -12,8 +12,9 @@ import contextlib
 import copy
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from normlab.differences.capture import (
     EMBEDDINGS,
+    FINAL,
     LOGITS,
     Capture,
     Roles,
@@ -31,13 +33,23 @@ from normlab.differences.capture import (
     head_name,
     relative_difference,
 )
-from normlab.differences.forms import aligned, merged, rank_of_change
+from normlab.differences.forms import (
+    BETTER,
+    CLOSE,
+    aligned,
+    explains,
+    merged,
+    places_of_change,
+    rank_of_change,
+    relative,
+    same,
+)
+from normlab.differences.norm_outputs import norm_causes
 from normlab.probes.layout import hidden_state, replaced
 
-CLOSE = 1e-5  # relative difference below which two tensors in float64 are one
-BETTER = 30.0  # by which a trial must bring the models together
 CAST = 0.25  # relative difference beyond which values that fit a coarser dtype were not rounded to it
 _QUERY = r"(^|[._])q(_proj|_lin)?$|query$"
+_HEADS = r"(^|[._])(w?[qkvo]|query|key|value|out)(_proj|_lin)?\.weight$"
 _QUERY_KEY = r"(^|[._])(q|k)(_proj|_lin)?$|query$|key$"
 
 
@@ -87,15 +99,16 @@ def causes_of(evidence: Evidence) -> list[str]:
         return [f"its shape is {a} in A and {b} in B"]
     if evidence.site.name.endswith("_grad"):
         return ["every forward value agrees: a custom backward, a detached tensor or a scaled gradient"]
-    causes = [cause for rule in (_weights, _reads, _function, _trials) for cause in rule(evidence)]
-    return list(dict.fromkeys(causes))[:5]
+    weights, unneeded = _ranked_weights(evidence)
+    causes = [cause for rule in (_reads, _function, _trials) for cause in rule(evidence)]
+    return list(dict.fromkeys([*weights, *causes, *unneeded]))[:5]
 
 
 def has_cause(evidence: Evidence, cause: str) -> bool:
     """True if `cause`, that of another site, explains this one too. Sizes in brackets or at the end may be others."""
 
     def plain(words: str) -> str:
-        return re.sub(r" \(.*?\)| by [\d.e+-]+$", "", words)
+        return re.sub(r" \(.*?\)| by [\d.e+-]+(?= \(|$)", "", words)
 
     found = (one for rule in (_weights, _function, partial(_trials, only=cause)) for one in rule(evidence))
     return any(plain(one) == plain(cause) for one in found)
@@ -104,23 +117,151 @@ def has_cause(evidence: Evidence, cause: str) -> bool:
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
+class _Weights(NamedTuple):
+    """Parameters that compute a site in A and in B, A's names with B's, and what is said of those that differ."""
+
+    a: dict[str, Tensor]
+    b: dict[str, Tensor]
+    pairs: dict[str, str]
+    said: dict[str, str]  # by A's name, or B's of what A does not have
+
+
 def _weights(e: Evidence) -> list[str]:
     """Compare the parameters of the part of each model that computes the site."""
+    found = _compared(e)
+    return _of_all(e, found) + list(found.said.values())
+
+
+def _ranked_weights(e: Evidence) -> tuple[list[str], list[str]]:
+    """The causes among the weights: those with which A's part agrees with B, then those that explain nothing.
+
+    What cannot be put into A is among the first, if the rest does not explain B.
+    """
+    found = _compared(e)
+    changes = _changes_to_b(e, found)
+    try:
+        needed = _fewest_that_explain(e, changes)
+    except Exception:  # the model's own code: a copy that does not run tells nothing
+        return _of_all(e, found) + list(found.said.values()), []
+    first = needed or [name for name in found.said if name not in changes]
+    ranked = [[said for n, said in found.said.items() if (n in first) is is_first] for is_first in (True, False)]
+    whole = _of_all(e, found)
+    return (whole + ranked[0], ranked[1]) if needed or not changes else (ranked[0], whole + ranked[1])
+
+
+def _compared(e: Evidence) -> _Weights:
     head = _head_width(e.a.model)
     a, b = aligned(_tensors_at(e.site, e.a), _tensors_at(e.site, e.b), head)
     pairs = _pairs(a, b)
-    causes = [
-        f"{_short(name)} {said}"
+    causes = {
+        name: f"{_short(name)} {said}"
         for name, other in pairs.items()
         if (said := _how(a[name], b[other], name, a, head)) is not None
-    ]
+    }
     only_a, only_b = [n for n in a if n not in pairs], [n for n in b if n not in pairs.values()]
     is_known = e.site.name != EMBEDDINGS or not a.keys().isdisjoint(b)  # not a port's head
     if a and b and is_known and not (only_a and only_b):  # both: other forms of the same, as one matrix for three
         for name in (n for n in (*only_a, *only_b) if "inv_freq" not in n):
-            kind = "bias" if "bias" in name else "parameter"
-            causes.append(f"missing {kind}: {_short(name)} is only in {'A' if only_a else 'B'}")
-    return _tied(e) + _by_other_block(e, a, b) + causes if causes else []
+            x, changes_nothing = a.get(name, b.get(name)), _identity(name, a.get(name, b.get(name)))
+            if changes_nothing is None or not torch.equal(x, changes_nothing):
+                kind = "bias" if "bias" in name else "parameter"
+                causes[name] = f"missing {kind}: {_short(name)} is only in {'A' if only_a else 'B'}"
+    return _Weights(a, b, pairs, causes)
+
+
+def _of_all(e: Evidence, found: _Weights) -> list[str]:
+    """What all weights together show."""
+    return _tied(e) + _by_other_block(e, found.a, found.b) if found.said else []
+
+
+def _identity(name: str, x: Tensor) -> Tensor | None:
+    """The values of a bias, or of factors, that change nothing."""
+    return torch.zeros_like(x) if "bias" in name else torch.ones_like(x) if x.ndim <= 1 else None
+
+
+def _changes_to_b(e: Evidence, found: _Weights) -> dict[str, Tensor]:
+    """By name, what to add to A's tensors to have B's, of those that differ; what A has no place for is left out."""
+    changes: dict[str, Tensor] = {}
+    for name in found.said:
+        own = found.a.get(name)
+        if own is None:
+            if _without(e.a.model.get_submodule(_part(e.site, e.a)[0] or ""), name) is not None:
+                changes[name] = found.b[name]
+            continue
+        other = found.b[found.pairs[name]] if name in found.pairs else _identity(name, own)
+        if other is not None and other.shape == own.shape:
+            changes[name] = other.to(own) - own
+    return changes
+
+
+def _without(module: nn.Module, name: str) -> nn.Module | None:
+    """The inner module whose parameter, `name`, is None."""
+    owner, _, leaf = name.rpartition(".")
+    with contextlib.suppress(AttributeError):
+        inner = module.get_submodule(owner)
+        return inner if leaf in inner._parameters and inner._parameters[leaf] is None else None
+    return None
+
+
+def _fewest_that_explain(e: Evidence, changes: dict[str, Tensor]) -> list[str]:
+    """The fewest of the changes, of those that are largest, with which A agrees with B; empty where it never does."""
+    b, here = e.b.tensors[e.site], e.a.tensors
+    before = relative_difference(here[e.site], b, e.mask)
+    given = {s: x for s, x in here.items() if s.layer == e.site.layer and s.name != "block_out" and s != e.site}
+
+    def size(name: str) -> float:
+        own = _tensors_at(e.site, e.a).get(name)
+        return 1.0 if own is None else float(changes[name].norm() / own.norm().clamp_min(1e-300))
+
+    ranked = sorted(changes, key=size, reverse=True)
+
+    def agrees(count: int) -> bool:
+        model = _moved(e, {name: changes[name] for name in ranked[:count]})
+        with _entered(e, model):
+            after = capture_until(e.site, model, e.a.inputs, e.a.roles, given if e.site.layer else None)
+        return relative_difference(after, b, e.mask) * BETTER < before
+
+    if not ranked or not agrees(len(ranked)):
+        return []
+    return ranked[: bisect_left(range(1, len(ranked)), True, key=agrees) + 1]
+
+
+def _moved(e: Evidence, changes: dict[str, Tensor]) -> nn.Module:
+    """A copy of A whose tensors at the site are moved by `changes`, which have the form in which they are compared.
+
+    The derivative of that form by what is stored takes changes back through transposed, split and LoRA matrices.
+    """
+    names, _ = _part(e.site, e.a)
+    own = list({id(x): x for x in _stored_at(e.site, e.a)[1].values()}.values())
+    others = {id(x) for x in own}
+    memo: dict[int, Any] = {id(x): x for x in _all_tensors(e.a.model) if id(x) not in others}
+    with torch.inference_mode(False), torch.enable_grad():
+        model = copy.deepcopy(e.a.model, memo).eval()  # which also drops what blocks have kept of the old values
+        stored = [memo[id(x)].requires_grad_() for x in own]
+        compared = _tensors_at(e.site, replace(e.a, model=model), detached=False)
+        values = aligned(compared, _tensors_at(e.site, e.b), _head_width(model))[0]
+        known = [name for name in changes if name in values]
+        outputs, moves = [values[name] for name in known], [changes[name] for name in known]
+        ones = [torch.ones_like(x) for x in moves]
+        pulled = [
+            torch.autograd.grad(outputs, stored, x, allow_unused=True, retain_graph=True) if known else ()
+            for x in (moves, ones)  # a tensor of several names is moved once
+        ]
+    with torch.no_grad():
+        for x, move, count in zip(stored, *pulled, strict=bool(known)):
+            if move is not None and count is not None:
+                x += move / count.clamp_min(1)
+    for x in stored:
+        x.requires_grad_(False)
+    for name in changes.keys() - set(known):
+        inner = _without(model.get_submodule(names or ""), name)
+        if inner is not None:
+            setattr(inner, name.rpartition(".")[2], nn.Parameter(changes[name].clone(), requires_grad=False))
+    return model
+
+
+def _all_tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _pairs(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, str]:
@@ -153,28 +294,61 @@ def _tied(e: Evidence) -> list[str]:
     return [f"the head and the token embeddings are tied in {'A' if a else 'B'} only"] if a != b else []
 
 
-def _tensors_at(site: Site, side: Side) -> dict[str, Tensor]:
-    """Parameters and buffers of the site's module by their name below it; of the embeddings those before the blocks."""
-    name, roles = side.captured.modules.get(site, ""), side.roles
-    skip: tuple[str, ...] = ()
-    if site.name == EMBEDDINGS:
-        name, after = "", (*roles.blocks, *roles.final_norms, head_name(side.model) or "lm_head")
-        skip = tuple(f"{inner}." for inner in after)
-    elif not name:  # a head that is not known
-        return {}
-    elif site.name != "block_out":
-        name = _whole(site, roles, name)
-    module = side.model.get_submodule(name)
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
-    result = {n: x.detach() for n, x in named if x.is_floating_point() and not n.startswith(skip)}
+def _tensors_at(site: Site, side: Side, *, detached: bool = True) -> dict[str, Tensor]:
+    """Parameters and buffers that compute a site, by their name below its module, in the form that is compared."""
+    module, stored = _stored_at(site, side)
+    result = {n: x.detach() if detached else x for n, x in stored.items()}
     for name, inner in module.named_modules():
         weight = f"{name}.weight".removeprefix(".")
         if type(inner).__name__ == "Conv1D" and weight in result:  # GPT-2's linear layer, of shape (in, out)
             result[weight] = result[weight].T
-    result = merged(module, result)
+    return merged(module, result)
+
+
+def _stored_at(site: Site, side: Side) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The module that computes a site, and its parameters and buffers; of a norm that is given a statistic, the
+    block's own too; of attention, the tables of rotary frequencies."""
+    name, skip = _part(site, side)
+    if name is None:
+        return nn.Module(), {}
+    module = side.model.get_submodule(name)
+    below = tuple(f"{inner.removeprefix(f'{name}.')}." for inner in skip)
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+    result = {n: x for n, x in named if x.is_floating_point() and not n.startswith(below)}
+    if site.name.endswith("norm_out") and getattr(module, "takes_mean_square", False):
+        block = side.model.get_submodule(_block_of(site, side.roles))
+        direct = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
+        result = dict(direct) | result
     if site.name.startswith(("attn", "mixer")) and site.name.endswith("_out"):
         result |= {f"rotary.{n.split('.')[-1]}": x for n, x in _rotary_buffers(side.model).items()}
-    return result
+    return module, result
+
+
+def _block_of(site: Site, roles: Roles) -> str:
+    return roles.blocks[site.layer - 1] if 1 <= site.layer <= len(roles.blocks) else ""
+
+
+def _part(site: Site, side: Side) -> tuple[str | None, tuple[str, ...]]:
+    """Name of the module that computes a site, and of those in it that do not. None: it is not known.
+
+    The input of a part is computed by what holds the part: the block without norms and branches.
+    """
+    name, roles = side.captured.modules.get(site, ""), side.roles
+    if site.name == EMBEDDINGS:
+        return "", (*roles.blocks, *roles.final_norms, head_name(side.model) or "lm_head")
+    if not name:  # a head that is not known
+        return None, ()
+    if site.name == "block_out":
+        return name, ()
+    if not site.name.endswith("_in") or site.name.endswith("_post_norm_in"):
+        return _whole(site, roles, name), ()
+    wholes = [roles.wholes.get(n, n) for n in roles.branches]
+    if site.name == f"{FINAL}_in":
+        holder = name.rpartition(".")[0]
+        is_backbone = any(block.startswith(f"{holder}.".lstrip(".")) for block in roles.blocks)
+        return (None, ()) if is_backbone else (holder, (name,))
+    inside = next((n for n in wholes if name.startswith(f"{n}.")), None)
+    return (inside, (name,)) if inside is not None else (_block_of(site, roles), (*roles.norms, *wholes))
 
 
 def rotary_tables(model: nn.Module) -> int:
@@ -203,15 +377,19 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
     if a.isfinite().all() and not b.isfinite().all():
         largest = float(a.abs().max())
         return f"overflows in B: it is {largest:.3g} in A" if largest > 65504 else "is not finite in B"  # of float16
+    if float(b.abs().max()) == 0:
+        return "is zero in B: " + ("a missing bias" if name.endswith("bias") else "not loaded?")
+    if b.numel() > 1 and _is_constant(b) and not _is_constant(a):
+        value = float(b.flatten()[0])
+        return f"is {'all ones' if value == 1 else f'{value:g} everywhere'} in B: not loaded?"
+    some = b.flatten()[:: max(1, b.numel() // 4096)]
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        if torch.equal(a.to(dtype).to(a.dtype), b):
-            return f"is rounded to {str(dtype).removeprefix('torch.')}: a cast"
+        if torch.equal(a.to(dtype).to(a.dtype), b) and len(some.unique()) > 2:  # fewer are alike by chance
+            return f"is rounded to {_name(dtype)}: a cast"
     if "inv_freq" in name:
         return _rotary(a, b)
-    if a.ndim == 2 and a.shape[0] == a.shape[1] and _same(a.T, b):
+    if a.ndim == 2 and a.shape[0] == a.shape[1] and same(a.T, b):
         return "is transposed"
-    if float(b.abs().max()) == 0:
-        return "is zero in B" + (": a missing bias" if name.endswith("bias") else "")
     if float(a.abs().max()) == 0:
         return "is zero in A only"
     twin = next(
@@ -220,16 +398,31 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
     if twin is not None:
         return f"holds A's {_short(twin)}: swapped, or tied"
     offset = (b - a).flatten()
-    if float((offset - offset.mean()).abs().max()) < 1e-6 * float(offset.mean().abs()):
-        return f"is A's {'+' if offset.mean() > 0 else '-'} {abs(float(offset.mean())):g}: a gain of 1 + w?"
+    by = float(offset.mean())
+    is_offset = float((offset - by).abs().max()) < 1e-6 * abs(by)
+    plus = f"is A's {'+' if by > 0 else '-'} {abs(by):g}"
+    if is_offset and abs(abs(by) - 1) < 1e-6 and a.ndim == 1 and len(a) > 1 and "bias" not in name:
+        return f"{plus}: a gain of 1 + w?"
     scale = float((a * b).sum() / a.square().sum())
-    if _explains(scale * a, a, b):
+    if explains(scale * a, a, b):
         return f"is A's times {scale:.6g}: scaled"
+    if is_offset:
+        return plus
     if (permuted := _permuted(a, b, head)) is not None:
         return permuted
-    size = f"(relative difference {_relative(a, b):.1e})"
+    size = f"(relative difference {relative(a, b):.1e})"
+    if (places := places_of_change(a, b, head if re.search(_HEADS, name) else 0)) is not None:
+        return f"differs in {places} {size}"
     rank = rank_of_change(a, b) if a.ndim == 2 else None
     return f"has other values {size}" if rank is None else f"has a change of rank {rank}: a LoRA? {size}"
+
+
+def _is_constant(x: Tensor) -> bool:
+    return bool((x == x.flatten()[0]).all())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _permuted(a: Tensor, b: Tensor, head: int) -> str | None:
@@ -258,7 +451,7 @@ def _order(x: Tensor, y: Tensor) -> Tensor | None:
 
 def _rotary(a: Tensor, b: Tensor) -> str:
     scale = float((b / a).mean())
-    if _same(a * scale, b):
+    if same(a * scale, b):
         by = f"{scale:.4g}" if scale > 1 else f"1/{1 / scale:.4g}"
         return f"is A's times {by}: rotary positions are scaled"
     of_a, of_b = _base(a), _base(b)
@@ -281,11 +474,11 @@ def _base(frequencies: Tensor) -> float | None:
 
 def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Block of A whose weights B has at this block."""
-    module, here = e.a.captured.modules.get(e.site, ""), e.block
-    if not here or not module.startswith(here):
+    module, here = _part(e.site, e.a)[0], e.block
+    if not here or module is None or not module.startswith(here):
         return []
     for layer, block in enumerate(e.a.roles.blocks, start=1):
-        path = _whole(e.site, e.a.roles, block + module.removeprefix(here))
+        path = block + module.removeprefix(here)
         with contextlib.suppress(AttributeError):
             other = dict(e.a.model.get_submodule(path).named_parameters())
             changed = [n for n in other if n in b and n in a and not torch.equal(a[n], b[n])]
@@ -331,9 +524,9 @@ def _function(e: Evidence) -> list[str]:
     if not bool(y.any()):
         return ["B is zero here"]
     causes = [
-        f"all values are rounded to {str(dtype).removeprefix('torch.')}: a cast"
+        f"all values are rounded to {_name(dtype)}: a cast"
         for dtype in (torch.bfloat16, torch.float16)
-        if torch.equal(y.to(dtype).double(), y) and not torch.equal(x.to(dtype).double(), x) and _relative(x, y) < CAST
+        if torch.equal(y.to(dtype).double(), y) and not torch.equal(x.to(dtype).double(), x) and relative(x, y) < CAST
     ][:1]
     if e.site.name.endswith("norm_out"):
         reads = e.a.tensors.get(Site(e.site.name.replace("_out", "_in"), e.site.layer))
@@ -341,14 +534,15 @@ def _function(e: Evidence) -> list[str]:
         if rows is not None:
             norm = e.a.model.get_submodule(e.a.captured.modules[e.site])
             bias = getattr(norm, "bias", None)
-            return causes + _norm(rows, x, y, torch.zeros_like(x[0]) if bias is None else bias.detach(), _eps(norm))
+            bias = torch.zeros_like(x[0]) if bias is None else bias.detach()
+            return causes + norm_causes(rows, x, y, bias, _eps(norm))
     scale = float((x * y).sum() / x.square().sum())
-    if _explains(scale * x, x, y) and abs(scale - 1) > 1e-3:
+    if explains(scale * x, x, y) and abs(scale - 1) > 1e-3:
         root = math.sqrt(x.shape[-1])
         known = [w for w, v in ((" = sqrt(width)", root), (" = 1/sqrt(width)", 1 / root)) if abs(scale / v - 1) < 1e-3]
         causes.append(f"ratio {scale:.6g}{''.join(known)} everywhere: scaled")
     by_token = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
-    if not causes and _explains(by_token * x, x, y):
+    if not causes and explains(by_token * x, x, y):
         module = e.a.model.get_submodule(e.a.captured.modules.get(e.site, ""))
         experts = any("expert" in name for name, _ in module.named_modules())
         why = "the experts' weights are not normalized, or twice" if experts else "another norm or scale"
@@ -361,73 +555,6 @@ def _eps(norm: nn.Module) -> float | None:
     names = ("eps", "variance_epsilon", "epsilon", "norm_eps")
     values = (getattr(module, name, None) for module in norm.modules() for name in names)
     return next((value for value in values if isinstance(value, float) and value > 0), None)
-
-
-def _norm(reads: Tensor, x: Tensor, y: Tensor, bias: Tensor, eps: float | None) -> list[str]:
-    """Two outputs of a norm that read the same rows; `bias` and `eps` are A's."""
-    x, y = x - bias, y - bias
-    closeness = min(CLOSE, _relative(x, y) / BETTER)
-
-    def fits(z: Tensor) -> bool:
-        return _relative(y, z) < closeness
-
-    kept = x.abs() > 1e-3 * x.abs().mean()
-    ratio = (y / x).where(kept, torch.nan)
-    by_channel, by_row = ratio.nanmedian(0).values, ratio.nanmedian(1).values
-    if fits(x * by_channel):
-        gain = _gain_of(reads, x)
-        other = gain * by_channel
-        scale = float(by_channel.nanmean())
-        if float((by_channel - scale).abs().nan_to_num().max()) < 1e-6 * abs(scale):
-            plus = ": a gain of 1 + w?" if abs(float((other - gain).nanmean()) - 1) < 1e-3 else ": scaled"
-            return [f"ratio {scale:.6g} in every channel{plus}"]
-        for shift in (1.0, -1.0):
-            if float((other - gain - shift).abs().nan_to_num().median()) < 1e-3:
-                return [f"the gain is A's {'+' if shift > 0 else '-'} 1: a gain of 1 + w?"]
-        if float((other - 1).abs().nan_to_num().median()) < 1e-3:
-            return ["B applies no gain"]
-        return ["ratio differs by channel: another gain"]
-    if fits(x * by_row[:, None]):
-        size = reads.square().mean(1)
-        centred = (reads - reads.mean(1, keepdim=True)).square().mean(1)
-        if eps is not None:
-            for ms in (size, centred):
-                root = (ms + eps).sqrt()
-                if fits(x * (root / (ms.sqrt() + eps))[:, None]):
-                    return [f"eps is added outside the root, to the root mean square: it is {eps:g} in A"]
-                for least, bounds in ((0, ""), (eps, ", but takes it for the least mean square")):
-                    if fits(x * (root / ms.clamp_min(least).sqrt())[:, None]):
-                        return [f"B adds no eps{bounds}: it is {eps:g} in A"]
-        for ms in (size, centred):
-            larger = ms * (by_row**-2 - 1)
-            if float((larger - larger.median()).abs().median()) < 0.1 * float(larger.median().abs()):
-                by = float(larger.median())
-                return [f"another eps: B's is {'larger' if by > 0 else 'smaller'} by {abs(by):.2g}"]
-        if fits(x * (size / centred).sqrt()[:, None]) or fits(x * (centred / size).sqrt()[:, None]):
-            return ["another statistic: variance in place of the mean square, or the reverse"]
-        return ["the ratio differs by row: another statistic, or another order of norm and scale"]
-    offset = (y - x).median(0).values
-    if fits(x + offset):
-        return ["an offset by channel: a missing or additional bias"]
-    mean = reads.mean(1, keepdim=True)
-    for sign, words in ((1, "does not subtract the mean"), (-1, "subtracts the mean")):
-        moved = x + sign * mean * (x / (reads - (mean if sign > 0 else 0))).nan_to_num()
-        direction = torch.nn.functional.cosine_similarity(moved, y, dim=-1)
-        if float(direction.min()) > 1 - 1e-6:
-            return [f"B {words}: LayerNorm or RMSNorm"]
-    if fits(reads - bias):
-        return ["B applies no norm here"]
-    return []
-
-
-def _gain_of(reads: Tensor, x: Tensor) -> Tensor:
-    """The gain by channel of an RMS norm or a LayerNorm without bias, whichever explains the output better."""
-    gains = []
-    for rows in (reads, reads - reads.mean(1, keepdim=True)):
-        unit = rows * rows.square().mean(1, keepdim=True).rsqrt()
-        gain = (x / unit).where(unit.abs() > 0.1, torch.nan).nanmedian(0).values
-        gains.append((_relative(x, unit * gain.nan_to_num()), gain))
-    return min(gains, key=lambda pair: pair[0])[1]
 
 
 def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
@@ -451,7 +578,7 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
         return []
     basis = torch.stack(list(rows.values()), 1)
     solved = [torch.linalg.lstsq(basis, z.flatten()[:, None]).solution[:, 0] for z in (x, y)]
-    if not _same(basis @ solved[1], y.flatten()):
+    if not same(basis @ solved[1], y.flatten()):
         return []
     before, after = ([round(c, 6) + 0.0 for c in coefficients.tolist()] for coefficients in solved)
     return [
@@ -605,14 +732,31 @@ def _attention_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
         order = torch.arange(heads).reshape(heads // groups, groups).T.flatten()  # A's head that takes B's place
         columns = (order[:, None] * head + torch.arange(head)).flatten()
         yield "keys and values are repeated in another order", partial(_move_heads, columns=columns)
-    root = math.sqrt(max(head, 1))
-    for words, factor in (("1/d_head", 1 / root), ("none", root)):
-        cause = f"another scale of the softmax: {words} in place of 1/sqrt(d_head)"
-        yield cause, partial(_scale_queries, factor=factor)
-    for words, scale in (("1/d_head", 1 / max(head, 1)), ("none", 1.0), ("1/sqrt(d_head)", 1 / root)):
-        yield f"another scale of the softmax: {words}", partial(_set_scaling, scale=scale)
+    yield from _softmax_changes(e, head)
     for words, leaf in (("queries", "q_norm"), ("keys", "k_norm"), ("queries and keys", "[qk]_norm")):
         yield f"B has no norm of {words}", partial(_put, pattern=rf"(^|\.){leaf}$", module=nn.Identity())
+
+
+def _softmax_changes(e: Evidence, head: int) -> Iterator[tuple[str, Change]]:
+    """Other scales of the softmax. Where A's attention does not show its own, they are known by their ratio to it."""
+    root = math.sqrt(max(head, 1))
+    names = {1 / root: "1/sqrt(d_head)", 1 / root**2: "1/d_head", 1.0: "none"}
+
+    def named(scale: float) -> str:
+        return next((words for known, words in names.items() if math.isclose(scale, known, rel_tol=1e-6)), f"{scale:g}")
+
+    own = _scales(e.a.model.get_submodule(e.block))
+    if not own:
+        for words, factor in (("1/sqrt(d_head)", 1 / root), ("sqrt(d_head)", root)):
+            yield f"another scale of the softmax: A's times {words}", partial(_scale_queries, factor=factor)
+        return
+    block = _block_of(e.site, e.b.roles)
+    of_b = _scales(e.b.model.get_submodule(block)) if block else []
+    for scale in (1 / root**2, 1.0, 1 / root, *of_b):
+        if not math.isclose(scale, own[0], rel_tol=1e-6):
+            cause = f"another scale of the softmax: {named(scale)} in place of {named(own[0])}"
+            yield cause, partial(_scale_queries, factor=scale / own[0])
+            yield cause, partial(_set_scaling, scale=scale)  # queries may have a norm
 
 
 def _mlp_changes() -> Iterator[tuple[str, Change]]:
@@ -698,8 +842,18 @@ def _scale_queries(block: nn.Module, factor: float) -> bool:
     return bool(queries)
 
 
+def _scaled(block: nn.Module) -> list[Any]:
+    """Modules with the softmax's scale; that of a LoRA layer is another."""
+    modules = (m for m in block.modules() if not hasattr(m, "lora_A"))
+    return [m for m in modules if isinstance(getattr(m, "scaling", None), float)]
+
+
+def _scales(block: nn.Module) -> list[float]:
+    return [module.scaling for module in _scaled(block)]
+
+
 def _set_scaling(block: nn.Module, scale: float) -> bool:
-    scaled: list[Any] = [m for m in block.modules() if isinstance(getattr(m, "scaling", None), float)]
+    scaled = _scaled(block)
     for module in scaled:
         module.scaling = scale
     return bool(scaled)
@@ -748,16 +902,3 @@ def _sees_later(e: Evidence) -> list[str]:
     if moves == [False, True]:
         return ["B attends to later tokens: a wrong mask"]
     return ["A attends to later tokens and B does not: a wrong mask"] if moves == [True, False] else []
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return _relative(x, y) < CLOSE
-
-
-def _explains(guess: Tensor, a: Tensor, b: Tensor) -> bool:
-    """True if a guess made from a is b, and much closer to it than a is."""
-    return _relative(b, guess) < min(CLOSE, _relative(a, b) / BETTER)
-
-
-def _relative(x: Tensor, y: Tensor) -> float:
-    return float((x - y).norm() / x.norm().clamp_min(1e-300))

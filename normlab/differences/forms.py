@@ -2,6 +2,8 @@
 
 `merged(module, named)`   parameters in which LoRA layers are plain ones
 `aligned(a, b, head)`     those of two models, where one has a matrix for q, k and v, or for gate and up
+`places_of_change(...)`   the few rows, columns or entries in which alone two tensors differ
+`relative`, `same`, `explains`  how far two tensors are apart
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+CLOSE = 1e-5  # relative difference below which two tensors in float64 are one
+BETTER = 30.0  # by which a trial must bring the models together
 
 # Last name of a fused projection -> those of the projections that it holds, in this order.
 _FUSED = {
@@ -72,6 +77,53 @@ def _split(fused: dict[str, Tensor], split: dict[str, Tensor], head: int) -> dic
 def _rows(x: Tensor, sizes: list[int], groups: int) -> list[Tensor]:
     pieces = x.unflatten(0, (groups, -1)).split([size // groups for size in sizes], 1)
     return [piece.flatten(0, 1) for piece in pieces]
+
+
+def places_of_change(a: Tensor, b: Tensor, head: int) -> str | None:
+    """The rows or columns of two matrices, or entries of two vectors, in which alone they differ, in words.
+
+    None where they are more than a quarter, or than half if they are whole heads of width `head`. They count from 0.
+    """
+    for dim, word in ((0, "row"), (1, "column")) if a.ndim == 2 else ((0, "entry"),) if a.ndim == 1 else ():
+        x, y = ((t if dim == 0 else t.T).reshape(a.shape[dim], -1) for t in (a, b))
+        sizes = (y - x).norm(dim=1)
+        is_changed = sizes > CLOSE * sizes.max()
+        changed = is_changed.nonzero().flatten().tolist()
+        heads = is_changed.unflatten(0, (-1, head)) if head and len(x) % head == 0 else None
+        is_heads = heads is not None and bool((heads.all(1) == heads.any(1)).all())
+        if len(changed) * (2 if is_heads else 4) > len(x):
+            continue
+        runs: list[list[int]] = []
+        for place in changed:
+            if runs and place == runs[-1][-1] + 1:
+                runs[-1].append(place)
+            else:
+                runs.append([place])
+        many = {"row": "rows", "column": "columns", "entry": "entries"}[word]
+        where = f"{word if len(changed) == 1 else many} " + ", ".join(
+            f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs
+        )
+        if len(runs) > 4:
+            where = f"{len(changed)} of {len(x)} {many}"
+        count = len(changed) // head if is_heads else 0
+        kind = f", {'one head' if count == 1 else f'{count} heads'}" if count else ""
+        return f"{where} alone{kind}{', zero there in B' if not bool(y[is_changed].any()) else ''}"
+    return None
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    """True if two tensors are one but for rounding."""
+    return relative(x, y) < CLOSE
+
+
+def explains(guess: Tensor, a: Tensor, b: Tensor) -> bool:
+    """True if a guess made from a is b, and much closer to it than a is."""
+    return relative(b, guess) < min(CLOSE, relative(a, b) / BETTER)
+
+
+def relative(x: Tensor, y: Tensor) -> float:
+    """The size of x - y over that of x."""
+    return float((x - y).norm() / x.norm().clamp_min(1e-300))
 
 
 def rank_of_change(a: Tensor, b: Tensor) -> int | None:

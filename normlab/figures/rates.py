@@ -20,13 +20,13 @@ from normlab.analysis.selection import (
     mean_of,
     one_precision,
     require_one_length,
+    require_one_text,
     seeds_in_words,
     summarize,
 )
 from normlab.figures import theme
 from normlab.figures.draw import EndLabel, add_line, axis_bounds, label_ends, label_room, mark, value_axis
 from normlab.figures.registry import register
-from normlab.probes.metrics import NGRAM_LOSSES
 
 _HEIGHT = 480
 _MARGIN = dict(l=70, r=190, t=104, b=62)
@@ -163,12 +163,6 @@ def _at_all_rates(runs: pd.DataFrame, depth: int | None) -> tuple[pd.DataFrame, 
     about = one_precision(about[about["width"] == about["width"].mode().iloc[0]])
     if about.duplicated(["scheme", "lr", "seed"]).any():
         raise NothingToShow("Runs of one scheme, rate and seed differ in something else: keep those of one setting.")
-    for column in NGRAM_LOSSES:
-        if len(texts := sorted(about[column].dropna().round(6).unique())) > 1:
-            levels = ", ".join(f"{level:.3f}" for level in texts)
-            raise NothingToShow(
-                f"The runs of {depth} blocks were measured on {len(texts)} texts or in other tokens "
-                f"({column} {levels}): keep those of one."
-            )
+    require_one_text(about)
     require_one_length(about)
     return about, depth

@@ -389,7 +389,7 @@ def test_figures_by_rate_say_that_runs_are_of_two_texts():
     rates[1]["value"] = rates[1]["value"].mask(rates[1]["metric"] == "unigram_entropy", 4.95)
     for draw in (loss_by_rate, quantity_by_rate):
         said = text_of(draw(pd.concat(rates))).replace("<br>", " ")
-        assert "The runs of 4 blocks were measured on 2 texts or in other tokens (unigram_entropy 4.950, 6.000)" in said
+        assert "The runs of depth 4 were measured on 2 texts or in other tokens (unigram_entropy 4.950, 6.000)" in said
 
 
 def test_a_quantity_by_rate_counts_the_runs_that_diverged():
