@@ -1,6 +1,7 @@
 """Name what makes two models part at a site: weights first, then what the site computes, then trials.
 
-`causes_of(evidence)` asks each rule in turn and returns sentences, the surest first.
+`causes_of(evidence)` asks each rule in turn and returns sentences, the surest first. B's weights are put into A: those
+that explain nothing come last.
 
 A trial changes the block of model A as a known fault would, and runs it on what it read. It holds where A then agrees
 with B at the site.
@@ -31,11 +32,19 @@ from normlab.differences.capture import (
     head_name,
     relative_difference,
 )
-from normlab.differences.forms import aligned, merged, rank_of_change
+from normlab.differences.forms import (
+    BETTER,
+    CLOSE,
+    aligned,
+    explains,
+    merged,
+    rank_of_change,
+    relative,
+    same,
+)
+from normlab.differences.norm_outputs import norm_causes
 from normlab.probes.layout import hidden_state, replaced
 
-CLOSE = 1e-5  # relative difference below which two tensors in float64 are one
-BETTER = 30.0  # by which a trial must bring the models together
 CAST = 0.25  # relative difference beyond which values that fit a coarser dtype were not rounded to it
 _QUERY = r"(^|[._])q(_proj|_lin)?$|query$"
 _QUERY_KEY = r"(^|[._])(q|k)(_proj|_lin)?$|query$|key$"
@@ -95,7 +104,7 @@ def has_cause(evidence: Evidence, cause: str) -> bool:
     """True if `cause`, that of another site, explains this one too. Sizes in brackets or at the end may be others."""
 
     def plain(words: str) -> str:
-        return re.sub(r" \(.*?\)| by [\d.e+-]+$", "", words)
+        return re.sub(r" \(.*?\)| by [\d.e+-]+(?= \(|$)", "", words)
 
     found = (one for rule in (_weights, _function, partial(_trials, only=cause)) for one in rule(evidence))
     return any(plain(one) == plain(cause) for one in found)
@@ -208,7 +217,7 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
             return f"is rounded to {str(dtype).removeprefix('torch.')}: a cast"
     if "inv_freq" in name:
         return _rotary(a, b)
-    if a.ndim == 2 and a.shape[0] == a.shape[1] and _same(a.T, b):
+    if a.ndim == 2 and a.shape[0] == a.shape[1] and same(a.T, b):
         return "is transposed"
     if float(b.abs().max()) == 0:
         return "is zero in B" + (": a missing bias" if name.endswith("bias") else "")
@@ -223,13 +232,17 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
     if float((offset - offset.mean()).abs().max()) < 1e-6 * float(offset.mean().abs()):
         return f"is A's {'+' if offset.mean() > 0 else '-'} {abs(float(offset.mean())):g}: a gain of 1 + w?"
     scale = float((a * b).sum() / a.square().sum())
-    if _explains(scale * a, a, b):
+    if explains(scale * a, a, b):
         return f"is A's times {scale:.6g}: scaled"
     if (permuted := _permuted(a, b, head)) is not None:
         return permuted
-    size = f"(relative difference {_relative(a, b):.1e})"
+    size = f"(relative difference {relative(a, b):.1e})"
     rank = rank_of_change(a, b) if a.ndim == 2 else None
     return f"has other values {size}" if rank is None else f"has a change of rank {rank}: a LoRA? {size}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _permuted(a: Tensor, b: Tensor, head: int) -> str | None:
@@ -258,7 +271,7 @@ def _order(x: Tensor, y: Tensor) -> Tensor | None:
 
 def _rotary(a: Tensor, b: Tensor) -> str:
     scale = float((b / a).mean())
-    if _same(a * scale, b):
+    if same(a * scale, b):
         by = f"{scale:.4g}" if scale > 1 else f"1/{1 / scale:.4g}"
         return f"is A's times {by}: rotary positions are scaled"
     of_a, of_b = _base(a), _base(b)
@@ -331,9 +344,9 @@ def _function(e: Evidence) -> list[str]:
     if not bool(y.any()):
         return ["B is zero here"]
     causes = [
-        f"all values are rounded to {str(dtype).removeprefix('torch.')}: a cast"
+        f"all values are rounded to {_name(dtype)}: a cast"
         for dtype in (torch.bfloat16, torch.float16)
-        if torch.equal(y.to(dtype).double(), y) and not torch.equal(x.to(dtype).double(), x) and _relative(x, y) < CAST
+        if torch.equal(y.to(dtype).double(), y) and not torch.equal(x.to(dtype).double(), x) and relative(x, y) < CAST
     ][:1]
     if e.site.name.endswith("norm_out"):
         reads = e.a.tensors.get(Site(e.site.name.replace("_out", "_in"), e.site.layer))
@@ -341,14 +354,15 @@ def _function(e: Evidence) -> list[str]:
         if rows is not None:
             norm = e.a.model.get_submodule(e.a.captured.modules[e.site])
             bias = getattr(norm, "bias", None)
-            return causes + _norm(rows, x, y, torch.zeros_like(x[0]) if bias is None else bias.detach(), _eps(norm))
+            bias = torch.zeros_like(x[0]) if bias is None else bias.detach()
+            return causes + norm_causes(rows, x, y, bias, _eps(norm))
     scale = float((x * y).sum() / x.square().sum())
-    if _explains(scale * x, x, y) and abs(scale - 1) > 1e-3:
+    if explains(scale * x, x, y) and abs(scale - 1) > 1e-3:
         root = math.sqrt(x.shape[-1])
         known = [w for w, v in ((" = sqrt(width)", root), (" = 1/sqrt(width)", 1 / root)) if abs(scale / v - 1) < 1e-3]
         causes.append(f"ratio {scale:.6g}{''.join(known)} everywhere: scaled")
     by_token = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
-    if not causes and _explains(by_token * x, x, y):
+    if not causes and explains(by_token * x, x, y):
         module = e.a.model.get_submodule(e.a.captured.modules.get(e.site, ""))
         experts = any("expert" in name for name, _ in module.named_modules())
         why = "the experts' weights are not normalized, or twice" if experts else "another norm or scale"
@@ -361,73 +375,6 @@ def _eps(norm: nn.Module) -> float | None:
     names = ("eps", "variance_epsilon", "epsilon", "norm_eps")
     values = (getattr(module, name, None) for module in norm.modules() for name in names)
     return next((value for value in values if isinstance(value, float) and value > 0), None)
-
-
-def _norm(reads: Tensor, x: Tensor, y: Tensor, bias: Tensor, eps: float | None) -> list[str]:
-    """Two outputs of a norm that read the same rows; `bias` and `eps` are A's."""
-    x, y = x - bias, y - bias
-    closeness = min(CLOSE, _relative(x, y) / BETTER)
-
-    def fits(z: Tensor) -> bool:
-        return _relative(y, z) < closeness
-
-    kept = x.abs() > 1e-3 * x.abs().mean()
-    ratio = (y / x).where(kept, torch.nan)
-    by_channel, by_row = ratio.nanmedian(0).values, ratio.nanmedian(1).values
-    if fits(x * by_channel):
-        gain = _gain_of(reads, x)
-        other = gain * by_channel
-        scale = float(by_channel.nanmean())
-        if float((by_channel - scale).abs().nan_to_num().max()) < 1e-6 * abs(scale):
-            plus = ": a gain of 1 + w?" if abs(float((other - gain).nanmean()) - 1) < 1e-3 else ": scaled"
-            return [f"ratio {scale:.6g} in every channel{plus}"]
-        for shift in (1.0, -1.0):
-            if float((other - gain - shift).abs().nan_to_num().median()) < 1e-3:
-                return [f"the gain is A's {'+' if shift > 0 else '-'} 1: a gain of 1 + w?"]
-        if float((other - 1).abs().nan_to_num().median()) < 1e-3:
-            return ["B applies no gain"]
-        return ["ratio differs by channel: another gain"]
-    if fits(x * by_row[:, None]):
-        size = reads.square().mean(1)
-        centred = (reads - reads.mean(1, keepdim=True)).square().mean(1)
-        if eps is not None:
-            for ms in (size, centred):
-                root = (ms + eps).sqrt()
-                if fits(x * (root / (ms.sqrt() + eps))[:, None]):
-                    return [f"eps is added outside the root, to the root mean square: it is {eps:g} in A"]
-                for least, bounds in ((0, ""), (eps, ", but takes it for the least mean square")):
-                    if fits(x * (root / ms.clamp_min(least).sqrt())[:, None]):
-                        return [f"B adds no eps{bounds}: it is {eps:g} in A"]
-        for ms in (size, centred):
-            larger = ms * (by_row**-2 - 1)
-            if float((larger - larger.median()).abs().median()) < 0.1 * float(larger.median().abs()):
-                by = float(larger.median())
-                return [f"another eps: B's is {'larger' if by > 0 else 'smaller'} by {abs(by):.2g}"]
-        if fits(x * (size / centred).sqrt()[:, None]) or fits(x * (centred / size).sqrt()[:, None]):
-            return ["another statistic: variance in place of the mean square, or the reverse"]
-        return ["the ratio differs by row: another statistic, or another order of norm and scale"]
-    offset = (y - x).median(0).values
-    if fits(x + offset):
-        return ["an offset by channel: a missing or additional bias"]
-    mean = reads.mean(1, keepdim=True)
-    for sign, words in ((1, "does not subtract the mean"), (-1, "subtracts the mean")):
-        moved = x + sign * mean * (x / (reads - (mean if sign > 0 else 0))).nan_to_num()
-        direction = torch.nn.functional.cosine_similarity(moved, y, dim=-1)
-        if float(direction.min()) > 1 - 1e-6:
-            return [f"B {words}: LayerNorm or RMSNorm"]
-    if fits(reads - bias):
-        return ["B applies no norm here"]
-    return []
-
-
-def _gain_of(reads: Tensor, x: Tensor) -> Tensor:
-    """The gain by channel of an RMS norm or a LayerNorm without bias, whichever explains the output better."""
-    gains = []
-    for rows in (reads, reads - reads.mean(1, keepdim=True)):
-        unit = rows * rows.square().mean(1, keepdim=True).rsqrt()
-        gain = (x / unit).where(unit.abs() > 0.1, torch.nan).nanmedian(0).values
-        gains.append((_relative(x, unit * gain.nan_to_num()), gain))
-    return min(gains, key=lambda pair: pair[0])[1]
 
 
 def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
@@ -451,7 +398,7 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
         return []
     basis = torch.stack(list(rows.values()), 1)
     solved = [torch.linalg.lstsq(basis, z.flatten()[:, None]).solution[:, 0] for z in (x, y)]
-    if not _same(basis @ solved[1], y.flatten()):
+    if not same(basis @ solved[1], y.flatten()):
         return []
     before, after = ([round(c, 6) + 0.0 for c in coefficients.tolist()] for coefficients in solved)
     return [
@@ -748,16 +695,3 @@ def _sees_later(e: Evidence) -> list[str]:
     if moves == [False, True]:
         return ["B attends to later tokens: a wrong mask"]
     return ["A attends to later tokens and B does not: a wrong mask"] if moves == [True, False] else []
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return _relative(x, y) < CLOSE
-
-
-def _explains(guess: Tensor, a: Tensor, b: Tensor) -> bool:
-    """True if a guess made from a is b, and much closer to it than a is."""
-    return _relative(b, guess) < min(CLOSE, _relative(a, b) / BETTER)
-
-
-def _relative(x: Tensor, y: Tensor) -> float:
-    return float((x - y).norm() / x.norm().clamp_min(1e-300))

@@ -2,6 +2,8 @@
 
 `merged(module, named)`   parameters in which LoRA layers are plain ones
 `aligned(a, b, head)`     those of two models, where one has a matrix for q, k and v, or for gate and up
+`places_of_change(...)`   the few rows, columns or entries in which alone two tensors differ
+`relative`, `same`, `explains`  how far two tensors are apart
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+CLOSE = 1e-5  # relative difference below which two tensors in float64 are one
+BETTER = 30.0  # by which a trial must bring the models together
 
 # Last name of a fused projection -> those of the projections that it holds, in this order.
 _FUSED = {
@@ -72,6 +77,21 @@ def _split(fused: dict[str, Tensor], split: dict[str, Tensor], head: int) -> dic
 def _rows(x: Tensor, sizes: list[int], groups: int) -> list[Tensor]:
     pieces = x.unflatten(0, (groups, -1)).split([size // groups for size in sizes], 1)
     return [piece.flatten(0, 1) for piece in pieces]
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    """True if two tensors are one but for rounding."""
+    return relative(x, y) < CLOSE
+
+
+def explains(guess: Tensor, a: Tensor, b: Tensor) -> bool:
+    """True if a guess made from a is b, and much closer to it than a is."""
+    return relative(b, guess) < min(CLOSE, relative(a, b) / BETTER)
+
+
+def relative(x: Tensor, y: Tensor) -> float:
+    """The size of x - y over that of x."""
+    return float((x - y).norm() / x.norm().clamp_min(1e-300))
 
 
 def rank_of_change(a: Tensor, b: Tensor) -> int | None:

@@ -1,0 +1,100 @@
+"""The first cause that is named is the one that explains what a site holds, in words that fit."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from normlab.differences.capture import Site, capture, roles_of
+from normlab.differences.causes import Evidence, Side, causes_of
+
+IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+BATCH: dict[str, Any] = {"input_ids": IDS, "use_cache": False}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
+
+
+def llama(**fields: Any) -> Any:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_key_value_heads=2, **SIZES, **fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(0.15 * noise if parameter.ndim == 2 else 1 + 0.2 * noise)
+    return model
+
+
+def evidence(a: nn.Module, b: nn.Module, name: str, layer: int = 1) -> Evidence:
+    models = [copy.deepcopy(model).double() for model in (a, b)]
+    roles = [roles_of(models[0], BATCH)] * 2
+    if [name for name, _ in a.named_modules()] != [name for name, _ in b.named_modules()]:
+        roles[1] = roles_of(models[1], BATCH)
+    sides = [Side(capture(model, BATCH, of), model, BATCH, of) for model, of in zip(models, roles, strict=True)]
+    return Evidence(*sides, Site(name, layer), None)
+
+
+def named(a: nn.Module, b: nn.Module, name: str, layer: int = 1) -> list[str]:
+    return causes_of(evidence(a, b, name, layer))
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    """An RMS norm whose root mean square is another function, times a number."""
+
+    def __init__(self, norm: Any, size: Callable[[torch.Tensor], torch.Tensor], scale: float = 1.0):
+        super().__init__()
+        self.weight, self.size, self.scale = norm.weight, size, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.weight * x / self.size(x.square().mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ((lambda ms: (ms + 1e-3).sqrt(), 0.5), "ratio 0.5 in every channel: scaled"),
+        ((lambda ms: (ms + 3e-3).sqrt(),), "another eps: B's is larger by 0.002 (0.003 in B)"),
+        ((lambda ms: (ms + 1e-5).sqrt(),), "another eps: B's is smaller by 0.00099 (1e-05 in B)"),
+        ((lambda ms: ms.sqrt(),), "B adds no eps: it is 0.001 in A"),
+    ],
+    ids=["scaled", "larger", "almost none", "none"],
+)
+@pytest.mark.parametrize(("dead", "size"), [(0.0, 0.02), (1e-7, 1.0), (0.9, 1.0)])
+def test_eps_and_ratios_are_told_where_a_gain_is_about_zero(change, cause, dead, size):
+    a = llama(rms_norm_eps=1e-3)
+    with torch.no_grad():
+        a.model.embed_tokens.weight.mul_(size / 0.15)
+        a.model.layers[0].input_layernorm.weight[3] = dead
+    b = copy.deepcopy(a)
+    b.model.layers[0].input_layernorm = Norm(a.model.layers[0].input_layernorm, *change)
+    found = named(a, b, "attn_norm_out")
+    assert found == [cause] or found[0].startswith("B adds no eps (or one below") and "adds no eps" in cause, found
+
+
+def test_one_ratio_of_rows_of_one_size_is_no_eps():
+    a = llama()
+    with torch.no_grad():
+        embeddings = a.model.embed_tokens.weight
+        embeddings.div_(embeddings.norm(dim=1, keepdim=True))
+        a.model.layers[0].input_layernorm.weight[3] = 0
+    b = copy.deepcopy(a)
+    norm = a.model.layers[0].input_layernorm
+    b.model.layers[0].input_layernorm = Norm(norm, lambda ms: (ms + norm.variance_epsilon).sqrt(), 0.5)
+    assert named(a, b, "attn_norm_out") == ["ratio 0.5 in every channel: scaled"]
+
+
+@pytest.mark.parametrize("size", [6.5, 7.0])
+def test_an_eps_that_rounding_hides_is_none_or_small(size):
+    a = llama(rms_norm_eps=1e-5)
+    with torch.no_grad():
+        a.model.embed_tokens.weight.mul_(size)
+    b = copy.deepcopy(a)
+    b.model.layers[0].input_layernorm.variance_epsilon = 1e-7
+    found = named(a, b, "attn_norm_out")[0]
+    assert found in [f"B adds no eps (or one below {least}): it is 1e-05 in A" for least in ("2e-07", "3e-07")]
