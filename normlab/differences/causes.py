@@ -212,15 +212,19 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
     if a.isfinite().all() and not b.isfinite().all():
         largest = float(a.abs().max())
         return f"overflows in B: it is {largest:.3g} in A" if largest > 65504 else "is not finite in B"  # of float16
+    if float(b.abs().max()) == 0:
+        return "is zero in B: " + ("a missing bias" if name.endswith("bias") else "not loaded?")
+    if b.numel() > 1 and _is_constant(b) and not _is_constant(a):
+        value = float(b.flatten()[0])
+        return f"is {'all ones' if value == 1 else f'{value:g} everywhere'} in B: not loaded?"
+    some = b.flatten()[:: max(1, b.numel() // 4096)]
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        if torch.equal(a.to(dtype).to(a.dtype), b):
-            return f"is rounded to {str(dtype).removeprefix('torch.')}: a cast"
+        if torch.equal(a.to(dtype).to(a.dtype), b) and len(some.unique()) > 2:  # fewer are alike by chance
+            return f"is rounded to {_name(dtype)}: a cast"
     if "inv_freq" in name:
         return _rotary(a, b)
     if a.ndim == 2 and a.shape[0] == a.shape[1] and same(a.T, b):
         return "is transposed"
-    if float(b.abs().max()) == 0:
-        return "is zero in B" + (": a missing bias" if name.endswith("bias") else "")
     if float(a.abs().max()) == 0:
         return "is zero in A only"
     twin = next(
@@ -229,16 +233,25 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
     if twin is not None:
         return f"holds A's {_short(twin)}: swapped, or tied"
     offset = (b - a).flatten()
-    if float((offset - offset.mean()).abs().max()) < 1e-6 * float(offset.mean().abs()):
-        return f"is A's {'+' if offset.mean() > 0 else '-'} {abs(float(offset.mean())):g}: a gain of 1 + w?"
+    by = float(offset.mean())
+    is_offset = float((offset - by).abs().max()) < 1e-6 * abs(by)
+    plus = f"is A's {'+' if by > 0 else '-'} {abs(by):g}"
+    if is_offset and abs(abs(by) - 1) < 1e-6 and a.ndim == 1 and len(a) > 1 and "bias" not in name:
+        return f"{plus}: a gain of 1 + w?"
     scale = float((a * b).sum() / a.square().sum())
     if explains(scale * a, a, b):
         return f"is A's times {scale:.6g}: scaled"
+    if is_offset:
+        return plus
     if (permuted := _permuted(a, b, head)) is not None:
         return permuted
     size = f"(relative difference {relative(a, b):.1e})"
     rank = rank_of_change(a, b) if a.ndim == 2 else None
     return f"has other values {size}" if rank is None else f"has a change of rank {rank}: a LoRA? {size}"
+
+
+def _is_constant(x: Tensor) -> bool:
+    return bool((x == x.flatten()[0]).all())
 
 
 def _name(dtype: torch.dtype) -> str:
