@@ -38,6 +38,7 @@ from normlab.differences.forms import (
     aligned,
     explains,
     merged,
+    places_of_change,
     rank_of_change,
     relative,
     same,
@@ -47,6 +48,7 @@ from normlab.probes.layout import hidden_state, replaced
 
 CAST = 0.25  # relative difference beyond which values that fit a coarser dtype were not rounded to it
 _QUERY = r"(^|[._])q(_proj|_lin)?$|query$"
+_HEADS = r"(^|[._])(w?[qkvo]|query|key|value|out)(_proj|_lin)?\.weight$"
 _QUERY_KEY = r"(^|[._])(q|k)(_proj|_lin)?$|query$|key$"
 
 
@@ -246,6 +248,8 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
     if (permuted := _permuted(a, b, head)) is not None:
         return permuted
     size = f"(relative difference {relative(a, b):.1e})"
+    if (places := places_of_change(a, b, head if re.search(_HEADS, name) else 0)) is not None:
+        return f"differs in {places} {size}"
     rank = rank_of_change(a, b) if a.ndim == 2 else None
     return f"has other values {size}" if rank is None else f"has a change of rank {rank}: a LoRA? {size}"
 

@@ -79,6 +79,38 @@ def _rows(x: Tensor, sizes: list[int], groups: int) -> list[Tensor]:
     return [piece.flatten(0, 1) for piece in pieces]
 
 
+def places_of_change(a: Tensor, b: Tensor, head: int) -> str | None:
+    """The rows or columns of two matrices, or entries of two vectors, in which alone they differ, in words.
+
+    None where they are more than a quarter, or than half if they are whole heads of width `head`. They count from 0.
+    """
+    for dim, word in ((0, "row"), (1, "column")) if a.ndim == 2 else ((0, "entry"),) if a.ndim == 1 else ():
+        x, y = ((t if dim == 0 else t.T).reshape(a.shape[dim], -1) for t in (a, b))
+        sizes = (y - x).norm(dim=1)
+        is_changed = sizes > CLOSE * sizes.max()
+        changed = is_changed.nonzero().flatten().tolist()
+        heads = is_changed.unflatten(0, (-1, head)) if head and len(x) % head == 0 else None
+        is_heads = heads is not None and bool((heads.all(1) == heads.any(1)).all())
+        if len(changed) * (2 if is_heads else 4) > len(x):
+            continue
+        runs: list[list[int]] = []
+        for place in changed:
+            if runs and place == runs[-1][-1] + 1:
+                runs[-1].append(place)
+            else:
+                runs.append([place])
+        many = {"row": "rows", "column": "columns", "entry": "entries"}[word]
+        where = f"{word if len(changed) == 1 else many} " + ", ".join(
+            f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs
+        )
+        if len(runs) > 4:
+            where = f"{len(changed)} of {len(x)} {many}"
+        count = len(changed) // head if is_heads else 0
+        kind = f", {'one head' if count == 1 else f'{count} heads'}" if count else ""
+        return f"{where} alone{kind}{', zero there in B' if not bool(y[is_changed].any()) else ''}"
+    return None
+
+
 def same(x: Tensor, y: Tensor) -> bool:
     """True if two tensors are one but for rounding."""
     return relative(x, y) < CLOSE

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from normlab.differences import causes
 from normlab.differences.capture import Site, capture, roles_of
 from normlab.differences.causes import Evidence, Side, causes_of
 
@@ -39,6 +40,51 @@ def evidence(a: nn.Module, b: nn.Module, name: str, layer: int = 1) -> Evidence:
 
 def named(a: nn.Module, b: nn.Module, name: str, layer: int = 1) -> list[str]:
     return causes_of(evidence(a, b, name, layer))
+
+
+# --- the words for a weight ------------------------------------------------------------------------------------------
+
+GAIN = 1 + 0.3 * torch.randn(32, generator=torch.Generator().manual_seed(0)).double()
+MATRIX = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).double()
+
+
+def _zeroed(x: torch.Tensor, *places: Any) -> torch.Tensor:
+    x = x.clone()
+    x[places] = 0
+    return x
+
+
+def _added(x: torch.Tensor, *places: Any) -> torch.Tensor:
+    return x + (x - _zeroed(x, *places))
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b", "words"),
+    [
+        ("weight", GAIN, GAIN + 1, "is A's + 1: a gain of 1 + w?"),
+        ("weight", torch.ones(32), torch.full((32,), 2.0), "is A's + 1: a gain of 1 + w?"),
+        ("weight", torch.ones(32), torch.full((32,), 0.5), "is A's times 0.5: scaled"),
+        ("weight", GAIN, GAIN + 0.3, "is A's + 0.3"),
+        ("q_proj.bias", GAIN, GAIN + 1, "is A's + 1"),
+        ("lam", torch.tensor([3.0]), torch.tensor([2.0]), "is A's times 0.666667: scaled"),
+        ("lam", torch.tensor([2.06]), torch.tensor([2.0]), "is A's times 0.970874: scaled"),
+        ("weight", 1 + 0.01 * (GAIN - 1), torch.ones(32).double(), "is all ones in B: not loaded?"),
+        ("weight", GAIN, torch.full((32,), 0.25).double(), "is 0.25 everywhere in B: not loaded?"),
+        ("q_proj.bias", 1e-4 * GAIN, torch.zeros(32).double(), "is zero in B: a missing bias"),
+        ("weight", GAIN, torch.zeros(32).double(), "is zero in B: not loaded?"),
+        ("weight", GAIN, GAIN.bfloat16().double(), "is rounded to bfloat16: a cast"),
+        ("embed_tokens.weight", MATRIX, _zeroed(MATRIX, 5), "differs in row 5 alone, zero there in B ("),
+        ("q_proj.weight", MATRIX, _added(MATRIX, slice(0, 16)), "differs in rows 0 to 15 alone, 2 heads ("),
+        ("o_proj.weight", MATRIX, _zeroed(MATRIX, slice(None), slice(8, 16)),
+         "differs in columns 8 to 15 alone, one head, zero there in B ("),
+        ("up_proj.weight", MATRIX, _added(MATRIX, [1, 2, 9]), "differs in rows 1 to 2, 9 alone ("),
+        ("weight", GAIN, _zeroed(GAIN, 3), "differs in entry 3 alone, zero there in B ("),
+        ("up_proj.weight", MATRIX, MATRIX + MATRIX[:, :2] @ MATRIX[:2], "has a change of rank 2: a LoRA? ("),
+    ],
+)  # fmt: skip
+def test_how_a_weight_differs(name, a, b, words):
+    said = causes._how(a, b, name, {name: a}, 8)
+    assert said is not None and (said.startswith(words) if words.endswith("(") else said == words), said
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
