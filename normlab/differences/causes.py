@@ -188,6 +188,10 @@ def _tensors_at(site: Site, side: Side) -> dict[str, Tensor]:
     return result
 
 
+def _block_of(site: Site, roles: Roles) -> str:
+    return roles.blocks[site.layer - 1] if 1 <= site.layer <= len(roles.blocks) else ""
+
+
 def rotary_tables(model: nn.Module) -> int:
     """Count the tables of rotary frequencies."""
     return len(_rotary_buffers(model))
@@ -569,14 +573,31 @@ def _attention_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
         order = torch.arange(heads).reshape(heads // groups, groups).T.flatten()  # A's head that takes B's place
         columns = (order[:, None] * head + torch.arange(head)).flatten()
         yield "keys and values are repeated in another order", partial(_move_heads, columns=columns)
-    root = math.sqrt(max(head, 1))
-    for words, factor in (("1/d_head", 1 / root), ("none", root)):
-        cause = f"another scale of the softmax: {words} in place of 1/sqrt(d_head)"
-        yield cause, partial(_scale_queries, factor=factor)
-    for words, scale in (("1/d_head", 1 / max(head, 1)), ("none", 1.0), ("1/sqrt(d_head)", 1 / root)):
-        yield f"another scale of the softmax: {words}", partial(_set_scaling, scale=scale)
+    yield from _softmax_changes(e, head)
     for words, leaf in (("queries", "q_norm"), ("keys", "k_norm"), ("queries and keys", "[qk]_norm")):
         yield f"B has no norm of {words}", partial(_put, pattern=rf"(^|\.){leaf}$", module=nn.Identity())
+
+
+def _softmax_changes(e: Evidence, head: int) -> Iterator[tuple[str, Change]]:
+    """Other scales of the softmax. Where A's attention does not show its own, they are known by their ratio to it."""
+    root = math.sqrt(max(head, 1))
+    names = {1 / root: "1/sqrt(d_head)", 1 / root**2: "1/d_head", 1.0: "none"}
+
+    def named(scale: float) -> str:
+        return next((words for known, words in names.items() if math.isclose(scale, known, rel_tol=1e-6)), f"{scale:g}")
+
+    own = _scales(e.a.model.get_submodule(e.block))
+    if not own:
+        for words, factor in (("1/sqrt(d_head)", 1 / root), ("sqrt(d_head)", root)):
+            yield f"another scale of the softmax: A's times {words}", partial(_scale_queries, factor=factor)
+        return
+    block = _block_of(e.site, e.b.roles)
+    of_b = _scales(e.b.model.get_submodule(block)) if block else []
+    for scale in dict.fromkeys((1 / root**2, 1.0, 1 / root, own[0] / root, own[0] * root, *of_b)):
+        if not math.isclose(scale, own[0], rel_tol=1e-6):
+            cause = f"another scale of the softmax: {named(scale)} in place of {named(own[0])}"
+            yield cause, partial(_scale_queries, factor=scale / own[0])
+            yield cause, partial(_set_scaling, scale=scale)  # queries may have a norm
 
 
 def _mlp_changes() -> Iterator[tuple[str, Change]]:
@@ -662,8 +683,18 @@ def _scale_queries(block: nn.Module, factor: float) -> bool:
     return bool(queries)
 
 
+def _scaled(block: nn.Module) -> list[Any]:
+    """Modules with the softmax's scale; that of a LoRA layer is another."""
+    modules = (m for m in block.modules() if not hasattr(m, "lora_A"))
+    return [m for m in modules if isinstance(getattr(m, "scaling", None), float)]
+
+
+def _scales(block: nn.Module) -> list[float]:
+    return [module.scaling for module in _scaled(block)]
+
+
 def _set_scaling(block: nn.Module, scale: float) -> bool:
-    scaled: list[Any] = [m for m in block.modules() if isinstance(getattr(m, "scaling", None), float)]
+    scaled = _scaled(block)
     for module in scaled:
         module.scaling = scale
     return bool(scaled)

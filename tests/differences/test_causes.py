@@ -42,6 +42,10 @@ def named(a: nn.Module, b: nn.Module, name: str, layer: int = 1) -> list[str]:
     return causes_of(evidence(a, b, name, layer))
 
 
+def unscaled(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling = 1.0
+
+
 # --- the words for a weight ------------------------------------------------------------------------------------------
 
 GAIN = 1 + 0.3 * torch.randn(32, generator=torch.Generator().manual_seed(0)).double()
@@ -85,6 +89,28 @@ def _added(x: torch.Tensor, *places: Any) -> torch.Tensor:
 def test_how_a_weight_differs(name, a, b, words):
     said = causes._how(a, b, name, {name: a}, 8)
     assert said is not None and (said.startswith(words) if words.endswith("(") else said == words), said
+
+
+# --- the scale of the softmax ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "words"),
+    [
+        (1 / 8, 8**-0.5, "1/sqrt(d_head) in place of 1/d_head"),
+        (1.0, 8**-0.5, "1/sqrt(d_head) in place of none"),
+        (0.22, 8**-0.5, "1/sqrt(d_head) in place of 0.22"),
+        (8**-0.5, 0.22, "0.22 in place of 1/sqrt(d_head)"),
+        (0.22, None, "0.0777817 in place of 0.22"),
+    ],
+)
+def test_the_scale_of_the_softmax_is_worded_by_the_first_models_own(of_a, of_b, words):
+    a, b = llama(), llama()
+    for model, scale in ((a, of_a), (b, of_b or of_a)):
+        model.model.layers[0].self_attn.scaling = scale
+    if of_b is None:  # of a port that scales by 1/sqrt(d_head) as well
+        b.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, args, output: output * 8**-0.5)
+    assert named(a, b, "attn_out") == [f"another scale of the softmax: {words}"]
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
