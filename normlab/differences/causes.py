@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from normlab.differences.capture import (
     EMBEDDINGS,
+    FINAL,
     LOGITS,
+    WORDS,
     Capture,
     Roles,
     Site,
@@ -164,32 +166,67 @@ def _tied(e: Evidence) -> list[str]:
     return [f"the head and the token embeddings are tied in {'A' if a else 'B'} only"] if a != b else []
 
 
-def _tensors_at(site: Site, side: Side) -> dict[str, Tensor]:
-    """Parameters and buffers of the site's module by their name below it; of the embeddings those before the blocks."""
-    name, roles = side.captured.modules.get(site, ""), side.roles
-    skip: tuple[str, ...] = ()
-    if site.name == EMBEDDINGS:
-        name, after = "", (*roles.blocks, *roles.final_norms, head_name(side.model) or "lm_head")
-        skip = tuple(f"{inner}." for inner in after)
-    elif not name:  # a head that is not known
-        return {}
-    elif site.name != "block_out":
-        name = _whole(site, roles, name)
-    module = side.model.get_submodule(name)
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
-    result = {n: x.detach() for n, x in named if x.is_floating_point() and not n.startswith(skip)}
+def _tensors_at(site: Site, side: Side, *, detached: bool = True) -> dict[str, Tensor]:
+    """Parameters and buffers that compute a site, by their name below its module, in the form that is compared."""
+    module, stored = _stored_at(site, side)
+    result = {n: x.detach() if detached else x for n, x in stored.items()}
     for name, inner in module.named_modules():
         weight = f"{name}.weight".removeprefix(".")
         if type(inner).__name__ == "Conv1D" and weight in result:  # GPT-2's linear layer, of shape (in, out)
             result[weight] = result[weight].T
-    result = merged(module, result)
+    return merged(module, result)
+
+
+def _stored_at(site: Site, side: Side) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The module that computes a site, and its parameters and buffers. With a norm that is given a statistic come the
+    block's own, with attention the tables of rotary frequencies."""
+    name, skip = _part(site, side)
+    if name is None:
+        return nn.Module(), {}
+    module = side.model.get_submodule(name)
+    below = tuple(f"{inner.removeprefix(f'{name}.')}." for inner in skip)
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+    result = {n: x for n, x in named if x.is_floating_point() and not n.startswith(below)}
+    if site.name == "mlp_norm_out" and getattr(module, "takes_mean_square", False):
+        block = side.model.get_submodule(_block_of(site, side.roles))
+        direct = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
+        result = {n: x for n, x in direct if x.is_floating_point()} | result
     if site.name.startswith(("attn", "mixer")) and site.name.endswith("_out"):
         result |= {f"rotary.{n.split('.')[-1]}": x for n, x in _rotary_buffers(side.model).items()}
-    return result
+    return module, result
 
 
 def _block_of(site: Site, roles: Roles) -> str:
     return roles.blocks[site.layer - 1] if 1 <= site.layer <= len(roles.blocks) else ""
+
+
+def _part(site: Site, side: Side) -> tuple[str | None, tuple[str, ...]]:
+    """Name of the module that computes a site, and of those in it that do not. None: it is not known.
+
+    The input of a part is computed by what holds the part: the block without norms and branches.
+    """
+    name, roles = side.captured.modules.get(site, ""), side.roles
+    if site.name == EMBEDDINGS:
+        return "", (*roles.blocks, *roles.final_norms, head_name(side.model) or "lm_head")
+    if not name:  # a head that is not known
+        return None, ()
+    if site.name == "block_out":
+        return name, ()
+    if not site.name.endswith("_in") or site.name.endswith("_post_norm_in"):
+        return _whole(site, roles, name), ()
+    if site.name == f"{FINAL}_in":
+        return around_norm(name, roles), (name,)
+    wholes = [roles.wholes.get(n, n) for n in roles.branches]
+    inner = None if site.name in WORDS else next((n for n in wholes if name.startswith(f"{n}.")), None)
+    if inner is not None:  # such as attention's norm of queries
+        return inner, (name,)
+    return _block_of(site, roles), (*roles.norms, *wholes)
+
+
+def around_norm(name: str, roles: Roles) -> str | None:
+    """Name of the module around a final norm; None where that holds the blocks too."""
+    around = name.rpartition(".")[0]
+    return None if any(block.startswith(f"{around}.".lstrip(".")) for block in roles.blocks) else around
 
 
 def rotary_tables(model: nn.Module) -> int:
@@ -315,11 +352,11 @@ def _base(frequencies: Tensor) -> float | None:
 
 def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Block of A whose weights B has at this block."""
-    module, here = e.a.captured.modules.get(e.site, ""), e.block
-    if not here or not module.startswith(here):
+    module, here = _part(e.site, e.a)[0], e.block
+    if not here or module is None or not module.startswith(here):
         return []
     for layer, block in enumerate(e.a.roles.blocks, start=1):
-        path = _whole(e.site, e.a.roles, block + module.removeprefix(here))
+        path = block + module.removeprefix(here)
         with contextlib.suppress(AttributeError):
             other = dict(e.a.model.get_submodule(path).named_parameters())
             changed = [n for n in other if n in b and n in a and not torch.equal(a[n], b[n])]

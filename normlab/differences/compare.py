@@ -34,7 +34,7 @@ from normlab.differences.capture import (
     relative_difference,
     roles_of,
 )
-from normlab.differences.causes import Evidence, Side, causes_of
+from normlab.differences.causes import Evidence, Side, around_norm, causes_of
 from normlab.errors import NormlabError
 from normlab.probes.passes import evaluating, unwrapped
 from normlab.probes.sites import stacks_of
@@ -210,11 +210,18 @@ def _explained(a: Side, b: Side, rows: list[Row], mask: Tensor | None) -> tuple[
 
 
 def _code_of(side: Side, site: Site) -> str:
-    """The module that computes a site, its class, the file and line of its code. Sums and inputs are the block's."""
+    """The module that computes a site, its class, the file and line of its code. Sums and inputs are the block's; what
+    the final norm reads is of the module beside it, or of the one around it."""
     is_blocks = site.name == "block_out" or site.name.endswith(("_in", "_grad"))
     name = side.captured.modules.get(site, "")
     if 1 <= site.layer <= len(side.roles.blocks) and (is_blocks or not name):
         name = side.roles.blocks[site.layer - 1]
+    elif site.name == f"{FINAL}_in" and name:
+        norm, name = name, name.rpartition(".")[0]
+        children = dict(side.model.get_submodule(name).named_children())
+        beside = [n for n in (f"{name}.{child}".lstrip(".") for child in children) if n != norm]
+        if around_norm(norm, side.roles) is not None and len(beside) == 1:
+            name = beside[0]
     module = side.model.get_submodule(name)
     words = f"{name or 'the model'}, {type(module).__name__}"
     try:

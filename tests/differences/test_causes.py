@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from normlab.differences import causes
+from normlab.differences import causes, diff
 from normlab.differences.capture import Site, capture, roles_of
 from normlab.differences.causes import Evidence, Side, causes_of
+from normlab.models import NormlabConfig, NormlabForCausalLM
 
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
 BATCH: dict[str, Any] = {"input_ids": IDS, "use_cache": False}
@@ -27,6 +28,11 @@ def llama(**fields: Any) -> Any:
             noise = torch.randn_like(parameter)
             parameter.copy_(0.15 * noise if parameter.ndim == 2 else 1 + 0.2 * noise)
     return model
+
+
+def ours(scheme: str, **fields: Any) -> Any:
+    torch.manual_seed(0)
+    return NormlabForCausalLM(NormlabConfig(scheme=scheme, num_hidden_layers=1, **SIZES, **fields)).eval()
 
 
 def evidence(a: nn.Module, b: nn.Module, name: str, layer: int = 1) -> Evidence:
@@ -170,3 +176,38 @@ def test_an_eps_that_rounding_hides_is_none_or_small(size):
     b.model.layers[0].input_layernorm.variance_epsilon = 1e-7
     found = named(a, b, "attn_norm_out")[0]
     assert found in [f"B adds no eps (or one below {least}): it is 1e-05 in A" for least in ("2e-07", "3e-07")]
+
+
+def test_a_norm_that_is_given_its_statistic_has_the_blocks_constant():
+    for scheme in ("bhyt", "bhyt_linear"):
+        a = ours(scheme)
+        a.refresh_carried()
+        b = copy.deepcopy(a)
+        b.model.layers[0].c_attn.mul_(32)
+        assert named(a, b, "mlp_norm_out")[0] == "c_attn is A's times 32: scaled"
+
+
+# --- what a norm reads -----------------------------------------------------------------------------------------------
+
+
+def test_a_sum_is_not_explained_by_the_norm_after_it():
+    a = ours("layer_scale")
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b.model.layers[0].attn_residual.scale.mul_(2)
+        b.model.layers[0].post_attention_layernorm.weight.add_(0.1 * torch.randn(32))
+    assert named(a, b, "mlp_norm_in") == [
+        "attn_residual.scale is A's times 2: scaled",
+        "attention enters the sum times 0.2, not 0.1",
+    ]
+
+
+def test_what_the_final_norm_reads_is_of_the_module_that_makes_it():
+    a = ours("attn_residuals")
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b.model.norm.leave.query.copy_(torch.randn(32))
+        b.model.norm.norm.weight.add_(0.1 * torch.randn(32))
+    result = diff(a, b, BATCH)
+    assert result.first == ("final_norm_in", 2) and result.causes == ["leave.query is zero in A only"]
+    assert any("B computes it in model.norm.leave, DepthAttention, " in note for note in result.notes)
