@@ -13,8 +13,9 @@ import contextlib
 import copy
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -94,14 +95,15 @@ class Evidence(NamedTuple):
 
 
 def causes_of(evidence: Evidence) -> list[str]:
-    """Sentences that say what differs at `evidence.site`; empty where no rule holds."""
+    """Sentences that say what differs at `evidence.site`, at most 5; empty where no rule holds."""
     a, b = (tuple(side.tensors[evidence.site].shape) for side in (evidence.a, evidence.b))
     if a != b:
         return [f"its shape is {a} in A and {b} in B"]
     if evidence.site.name.endswith("_grad"):
         return ["every forward value agrees: a custom backward, a detached tensor or a scaled gradient"]
-    causes = [cause for rule in (_weights, _reads, _function, _trials) for cause in rule(evidence)]
-    return list(dict.fromkeys(causes))[:5]
+    weights, unneeded = _ranked_weights(evidence)
+    causes = [cause for rule in (_reads, _function, _trials) for cause in rule(evidence)]
+    return list(dict.fromkeys([*weights, *causes, *unneeded]))[:5]
 
 
 def has_cause(evidence: Evidence, cause: str) -> bool:
@@ -117,23 +119,146 @@ def has_cause(evidence: Evidence, cause: str) -> bool:
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
+class _Weights(NamedTuple):
+    """Parameters that compute a site in A and in B, A's names with B's, and what is said of those that differ."""
+
+    a: dict[str, Tensor]
+    b: dict[str, Tensor]
+    pairs: dict[str, str]
+    said: dict[str, str]  # by A's name, or B's of what A does not have
+
+
 def _weights(e: Evidence) -> list[str]:
     """Compare the parameters of the part of each model that computes the site."""
+    found = _compared(e)
+    return _of_all(e, found) + list(found.said.values())
+
+
+def _ranked_weights(e: Evidence) -> tuple[list[str], list[str]]:
+    """The causes among the weights: those with which A's part agrees with B, then those that explain nothing.
+
+    What cannot be put into A is among the first, if the rest does not explain B.
+    """
+    found = _compared(e)
+    changes = _changes_to_b(e, found)
+    try:
+        needed = _fewest_that_explain(e, found, changes)
+    except Exception:  # the model's own code: a copy that does not run tells nothing
+        return _of_all(e, found) + list(found.said.values()), []
+    first = needed or [name for name in found.said if name not in changes]
+    ranked = [[said for n, said in found.said.items() if (n in first) is is_first] for is_first in (True, False)]
+    whole = _of_all(e, found)
+    return (whole + ranked[0], ranked[1]) if needed or not changes else (ranked[0], whole + ranked[1])
+
+
+def _compared(e: Evidence) -> _Weights:
     head = _head_width(e.a.model)
     a, b = aligned(_tensors_at(e.site, e.a), _tensors_at(e.site, e.b), head)
     pairs = _pairs(a, b)
-    causes = [
-        f"{_short(name)} {said}"
+    causes = {
+        name: f"{_short(name)} {said}"
         for name, other in pairs.items()
         if (said := _how(a[name], b[other], name, a, head)) is not None
-    ]
+    }
     only_a, only_b = [n for n in a if n not in pairs], [n for n in b if n not in pairs.values()]
     is_known = e.site.name != EMBEDDINGS or not a.keys().isdisjoint(b)  # not a port's head
     if a and b and is_known and not (only_a and only_b):  # both: other forms of the same, as one matrix for three
         for name in (n for n in (*only_a, *only_b) if "inv_freq" not in n):
-            kind = "bias" if "bias" in name else "parameter"
-            causes.append(f"missing {kind}: {_short(name)} is only in {'A' if only_a else 'B'}")
-    return _tied(e) + _by_other_block(e, a, b) + causes if causes else []
+            x = a[name] if only_a else b[name]
+            identity = _identity(name, x)
+            if identity is None or not torch.equal(x, identity):
+                kind = "bias" if "bias" in name else "parameter"
+                causes[name] = f"missing {kind}: {_short(name)} is only in {'A' if only_a else 'B'}"
+    return _Weights(a, b, pairs, causes)
+
+
+def _of_all(e: Evidence, found: _Weights) -> list[str]:
+    """What all weights together show."""
+    return _tied(e) + _by_other_block(e, found.a, found.b) if found.said else []
+
+
+def _identity(name: str, x: Tensor) -> Tensor | None:
+    """The values of a bias, or of factors, that change nothing."""
+    return torch.zeros_like(x) if "bias" in name else torch.ones_like(x) if x.ndim <= 1 else None
+
+
+def _changes_to_b(e: Evidence, found: _Weights) -> dict[str, Tensor]:
+    """By name, what to add to A's tensors to have B's, of those that differ; what A has no place for is left out."""
+    changes: dict[str, Tensor] = {}
+    for name in found.said:
+        own = found.a.get(name)
+        if own is None:
+            if _without(e.a.model.get_submodule(_part(e.site, e.a)[0] or ""), name) is not None:
+                changes[name] = found.b[name]
+            continue
+        other = found.b[found.pairs[name]] if name in found.pairs else _identity(name, own)
+        if other is not None and other.shape == own.shape:
+            changes[name] = other.to(own) - own
+    return changes
+
+
+def _without(module: nn.Module, name: str) -> nn.Module | None:
+    """The inner module whose parameter, `name`, is None."""
+    owner, _, leaf = name.rpartition(".")
+    with contextlib.suppress(AttributeError):
+        inner = module.get_submodule(owner)
+        return inner if leaf in inner._parameters and inner._parameters[leaf] is None else None
+    return None
+
+
+def _fewest_that_explain(e: Evidence, found: _Weights, changes: dict[str, Tensor]) -> list[str]:
+    """The fewest of the changes, of those that are largest, with which A agrees with B; empty where it never does."""
+    b, here = e.b.tensors[e.site], e.a.tensors
+    before = relative_difference(here[e.site], b, e.mask)
+    given = {s: x for s, x in here.items() if s.layer == e.site.layer and s.name != "block_out" and s != e.site}
+
+    def size(name: str) -> float:
+        return float(changes[name].norm() / found.a[name].norm().clamp_min(1e-300)) if name in found.a else 1.0
+
+    ranked = sorted(changes, key=size, reverse=True)
+
+    def agrees(count: int) -> bool:
+        model = _moved(e, {name: changes[name] for name in ranked[:count]})
+        with _entered(e, model):
+            after = capture_until(e.site, model, e.a.inputs, e.a.roles, given)
+        return relative_difference(after, b, e.mask) * BETTER < before
+
+    if not ranked or not agrees(len(ranked)):
+        return []
+    return ranked[: bisect_left(range(1, len(ranked)), True, key=agrees) + 1]
+
+
+def _moved(e: Evidence, changes: dict[str, Tensor]) -> nn.Module:
+    """A copy of A whose tensors at the site are moved by `changes`, which have the form in which they are compared.
+
+    The derivative of that form by what is stored takes changes back through transposed, split and LoRA matrices.
+    """
+    own = {id(x): x for x in _stored_at(e.site, e.a)[1].values()}
+    shared = (x for x in (*e.a.model.parameters(), *e.a.model.buffers()) if id(x) not in own)
+    memo: dict[int, Any] = {id(x): x for x in shared}
+    with torch.inference_mode(False), torch.enable_grad():
+        model = copy.deepcopy(e.a.model, memo).eval()  # which also drops what blocks have kept of the old values
+        stored = [memo[key].requires_grad_() for key in own]
+        compared = _tensors_at(e.site, replace(e.a, model=model), detached=False)
+        values = aligned(compared, _tensors_at(e.site, e.b), _head_width(model))[0]
+        known = [name for name in changes if name in values]
+        outputs, moves = [values[name] for name in known], [changes[name] for name in known]
+        ones = [torch.ones_like(x[(slice(1),) * x.ndim]).expand_as(x) for x in moves]
+        pulled = [
+            torch.autograd.grad(outputs, stored, x, allow_unused=True, retain_graph=True) if known else ()
+            for x in (moves, ones)  # a tensor of several names is moved once
+        ]
+    with torch.no_grad():
+        for x, move, count in zip(stored, *pulled, strict=bool(known)):
+            if move is not None and count is not None:
+                x += move / count.clamp_min(1)
+    for x in stored:
+        x.requires_grad_(False)
+    for name in changes.keys() - set(known):
+        inner = _without(model.get_submodule(_part(e.site, e.a)[0] or ""), name)
+        if inner is not None:
+            setattr(inner, name.rpartition(".")[2], nn.Parameter(changes[name].clone(), requires_grad=False))
+    return model
 
 
 def _pairs(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from normlab.differences import causes, diff
 from normlab.differences.capture import Site, capture, roles_of
@@ -48,8 +48,86 @@ def named(a: nn.Module, b: nn.Module, name: str, layer: int = 1) -> list[str]:
     return causes_of(evidence(a, b, name, layer))
 
 
+def merged_and_unmerged(model: nn.Module) -> None:
+    """A LoRA that was merged into the weights and taken out again: they are off by rounding."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "self_attn" in name:
+                update = torch.randn_like(weight)
+                weight.add_(update).sub_(update)
+
+
 def unscaled(model: Any) -> None:
     model.model.layers[0].self_attn.scaling = 1.0
+
+
+# --- weights that explain nothing ------------------------------------------------------------------------------------
+
+
+def _noise(model: Any) -> None:
+    merged_and_unmerged(model)
+    unscaled(model)
+
+
+def _zero_biases(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
+        linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+    unscaled(model)
+
+
+def _tiny_biases(model: Any) -> None:
+    _zero_biases(model)
+    model.model.layers[0].self_attn.q_proj.bias.data += 1e-9
+
+
+def _noise_and_base(model: Any) -> None:
+    merged_and_unmerged(model)
+    model.model.rotary_emb.inv_freq = 3e6 ** (-torch.arange(0, 8, 2) / 8)
+
+
+def _eps_and_a_bit(model: Any) -> None:
+    norm = model.model.layers[0].input_layernorm
+    norm.weight.data[0] = torch.nextafter(norm.weight.data[0], torch.tensor(9.0))
+    norm.variance_epsilon = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "site", "first", "rest"),
+    [
+        (_noise, "attn_out", "another scale of the softmax: none in place of 1/sqrt(d_head)", 4),
+        (_zero_biases, "attn_out", "another scale of the softmax: none in place of 1/sqrt(d_head)", 0),
+        (_tiny_biases, "attn_out", "another scale of the softmax: none in place of 1/sqrt(d_head)", 1),
+        (_noise_and_base, "attn_out", "rotary.inv_freq has another base: a rotary base of about 3e+06 in B", 4),
+        (_eps_and_a_bit, "attn_norm_out", "another eps: B's is larger by 0.001 (0.001 in B)", 1),
+    ],
+    ids=lambda value: value.__name__[1:] if callable(value) else None,
+)
+def test_weights_that_explain_nothing_come_after_the_cause(spoil, site, first, rest):
+    a = llama()
+    b = copy.deepcopy(a)
+    spoil(b)
+    found = named(a, b, site)
+    assert found[0].startswith(first) and len(found) == 1 + rest, found
+
+
+def test_weights_are_put_in_place_in_the_form_that_they_are_stored_in():
+    """GPT-2's are transposed; those of PEFT are base and update; Llama's embeddings are under two names."""
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=32, vocab_size=64, **ENDS)).eval()
+    pairs = [(gpt2, "transformer.h.0.attn.c_attn", "attn_out", 1, "c_attn.weight")]
+    pairs += [(llama(tie_word_embeddings=True), "lm_head", "logits", 2, "weight")]
+    pairs += [(llama(), "model.layers.0.self_attn.q_proj", "attn_out", 1, "q_proj.weight")]
+    for a, changed, site, layer, name in pairs:
+        b = copy.deepcopy(a)
+        weight = b.get_submodule(changed).weight
+        b.get_submodule(changed).weight = nn.Parameter(weight + 0.1 * torch.randn_like(weight))
+        if name == "q_proj.weight":
+            peft = pytest.importorskip("peft")
+            a = peft.get_peft_model(a, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        e = evidence(a, b, site, layer)
+        found = causes._compared(e)
+        assert causes._fewest_that_explain(e, found, causes._changes_to_b(e, found)) == [name], name
 
 
 # --- the words for a weight ------------------------------------------------------------------------------------------
