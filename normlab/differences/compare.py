@@ -13,7 +13,7 @@ import copy
 import inspect
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ COARSER = 64.0  # times the rounding expected of its dtype, beyond which a model
 class Difference:
     """The result of `diff`. `table` has one row per site: site, layer, difference, noise, ratio, parts.
 
+    `compared` says between what its difference and its noise are.
+
     `added` has one row per block (`added_by_blocks`): layer, difference, noise, ratio, parts, logits. It is empty where
     the models are equal, and of arrays.
     """
@@ -58,6 +60,7 @@ class Difference:
     table: pd.DataFrame
     notes: list[str] = field(default_factory=list)
     added: pd.DataFrame = field(default_factory=partial(pd.DataFrame, columns=COLUMNS))
+    compared: str = ""
 
     @property
     def equal(self) -> bool:
@@ -167,6 +170,13 @@ def _diff_models(
         noise, least = coarser, _eps(coarser)
         rows = compare_sites(side_a.tensors, side_b.tensors, tensors(dtypes.index(coarser), coarser), least, mask)
         first, causes = _explained(side_a, side_b, rows, mask)
+    exactly = "float64" if exact else "float32"
+    compared = f"The difference is between the two models in {exactly}"
+    compared += (
+        f", the noise between the first one in {_name(noise)} and in float64."
+        if exact
+        else f". Without float64 the noise is not known: more than {WITHOUT_FLOAT64:g} counts."
+    )
     added = pd.DataFrame(columns=COLUMNS)
     beyond: list[str] = []
     if first is not None and not first.name.endswith("_grad"):
@@ -180,6 +190,10 @@ def _diff_models(
         rows = _rounding_rows(rows, own, [side_a.tensors, side_b.tensors], dtypes, mask)
         first = _first(rows)
         if first is not None:
+            compared = (
+                f"The difference is between the first model in {_name(dtypes[0])} and the second in "
+                f"{_name(dtypes[1])}, the noise what the one that rounds less leads to expect in the coarser dtype."
+            )
             causes = [
                 f"{'AB'[i]} is not finite in {_name(dtypes[i])}, which ends at {torch.finfo(dtypes[i]).max:g}"
                 for i in (0, 1)
@@ -187,7 +201,7 @@ def _diff_models(
             ] or ["a part is computed in a coarser dtype than the model's: a cast"]
     if first is not None:
         notes.append(f"B computes it in {_code_of(side_b, first)}")
-    return _result(rows, first, causes, side_a.captured.depth, [*notes, *beyond], added)
+    return replace(_result(rows, first, causes, side_a.captured.depth, [*notes, *beyond], added), compared=compared)
 
 
 def _beyond(
@@ -256,7 +270,11 @@ def _diff_arrays(
     first = _first(rows)
     side_a, side_b = Side(in_a, exact, given, roles), Side(Capture(arrays))
     causes = [] if first is None else causes_of(Evidence(side_a, side_b, first, mask))
-    return _result(rows, first, causes, depth, [])
+    compared = (
+        "The difference is between the first model in float64 and the arrays, "
+        f"the noise between the first model in {_name(computed)} and in float64."
+    )
+    return replace(_result(rows, first, causes, depth, []), compared=compared)
 
 
 def _rounding_rows(

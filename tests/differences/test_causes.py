@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from normlab.differences import causes, diff
+from normlab.differences import Difference, causes, diff, write_arrays
 from normlab.differences.capture import Site, capture, roles_of
 from normlab.differences.causes import Evidence, Side, causes_of
 from normlab.models import NormlabConfig, NormlabForCausalLM
@@ -289,3 +289,40 @@ def test_what_the_final_norm_reads_is_of_the_module_that_makes_it():
     result = diff(a, b, BATCH)
     assert result.first == ("final_norm_in", 2) and result.causes == ["leave.query is zero in A only"]
     assert any("B computes it in model.norm.leave, DepthAttention, " in note for note in result.notes)
+
+
+# --- what was compared -----------------------------------------------------------------------------------------------
+
+
+def test_it_is_said_between_what_the_differences_are(tmp_path):
+    class Single(nn.Module):
+        """Runs in float32 alone."""
+
+        def __init__(self, module: nn.Module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x) + nn.functional.linear(x, torch.zeros(32, 32))
+
+    def said(a: nn.Module, b: Any) -> Difference:
+        return diff(a, b, BATCH)
+
+    a = llama()
+    b = copy.deepcopy(a)
+    unscaled(b)
+    assert said(a, b).compared == (
+        "The difference is between the two models in float64, "
+        "the noise between the first one in float32 and in float64."
+    )
+    write_arrays(b, BATCH, tmp_path / "b.safetensors")
+    assert said(a, tmp_path / "b.safetensors").compared == (
+        "The difference is between the first model in float64 and the arrays, "
+        "the noise between the first model in float32 and in float64."
+    )
+    for model in (a, b):
+        model.model.layers[0].mlp = Single(model.model.layers[0].mlp)
+    result = said(a, b)
+    assert result.compared.startswith("The difference is between the two models in float32. Without float64 the noise ")
+    page = pytest.importorskip("normlab.report.difference").write_difference(result, tmp_path / "page", "A and B")
+    assert result.compared in page.read_text() and "in float64," not in page.read_text()
