@@ -1,6 +1,7 @@
 """Name what makes two models part at a site: weights first, then what the site computes, then trials.
 
-`causes_of(evidence)` asks each rule in turn and returns sentences, the surest first.
+`causes_of(evidence)` asks each rule in turn and returns sentences, the surest first. B's weights are put into A: those
+that explain nothing come last.
 
 A trial changes the block of model A as a known fault would, and runs it on what it read. It holds where A then agrees
 with B at the site.
@@ -25,6 +26,7 @@ from normlab.differences.capture import (
     EMBEDDINGS,
     FINAL,
     LOGITS,
+    WORDS,
     Capture,
     Roles,
     Site,
@@ -93,7 +95,7 @@ class Evidence(NamedTuple):
 
 
 def causes_of(evidence: Evidence) -> list[str]:
-    """Sentences that say what differs at `evidence.site`; empty where no rule holds."""
+    """Sentences that say what differs at `evidence.site`, at most 5; empty where no rule holds."""
     a, b = (tuple(side.tensors[evidence.site].shape) for side in (evidence.a, evidence.b))
     if a != b:
         return [f"its shape is {a} in A and {b} in B"]
@@ -140,7 +142,7 @@ def _ranked_weights(e: Evidence) -> tuple[list[str], list[str]]:
     found = _compared(e)
     changes = _changes_to_b(e, found)
     try:
-        needed = _fewest_that_explain(e, changes)
+        needed = _fewest_that_explain(e, found, changes)
     except Exception:  # the model's own code: a copy that does not run tells nothing
         return _of_all(e, found) + list(found.said.values()), []
     first = needed or [name for name in found.said if name not in changes]
@@ -162,8 +164,9 @@ def _compared(e: Evidence) -> _Weights:
     is_known = e.site.name != EMBEDDINGS or not a.keys().isdisjoint(b)  # not a port's head
     if a and b and is_known and not (only_a and only_b):  # both: other forms of the same, as one matrix for three
         for name in (n for n in (*only_a, *only_b) if "inv_freq" not in n):
-            x, changes_nothing = a.get(name, b.get(name)), _identity(name, a.get(name, b.get(name)))
-            if changes_nothing is None or not torch.equal(x, changes_nothing):
+            x = a[name] if only_a else b[name]
+            identity = _identity(name, x)
+            if identity is None or not torch.equal(x, identity):
                 kind = "bias" if "bias" in name else "parameter"
                 causes[name] = f"missing {kind}: {_short(name)} is only in {'A' if only_a else 'B'}"
     return _Weights(a, b, pairs, causes)
@@ -203,22 +206,21 @@ def _without(module: nn.Module, name: str) -> nn.Module | None:
     return None
 
 
-def _fewest_that_explain(e: Evidence, changes: dict[str, Tensor]) -> list[str]:
+def _fewest_that_explain(e: Evidence, found: _Weights, changes: dict[str, Tensor]) -> list[str]:
     """The fewest of the changes, of those that are largest, with which A agrees with B; empty where it never does."""
     b, here = e.b.tensors[e.site], e.a.tensors
     before = relative_difference(here[e.site], b, e.mask)
     given = {s: x for s, x in here.items() if s.layer == e.site.layer and s.name != "block_out" and s != e.site}
 
     def size(name: str) -> float:
-        own = _tensors_at(e.site, e.a).get(name)
-        return 1.0 if own is None else float(changes[name].norm() / own.norm().clamp_min(1e-300))
+        return float(changes[name].norm() / found.a[name].norm().clamp_min(1e-300)) if name in found.a else 1.0
 
     ranked = sorted(changes, key=size, reverse=True)
 
     def agrees(count: int) -> bool:
         model = _moved(e, {name: changes[name] for name in ranked[:count]})
         with _entered(e, model):
-            after = capture_until(e.site, model, e.a.inputs, e.a.roles, given if e.site.layer else None)
+            after = capture_until(e.site, model, e.a.inputs, e.a.roles, given)
         return relative_difference(after, b, e.mask) * BETTER < before
 
     if not ranked or not agrees(len(ranked)):
@@ -231,18 +233,17 @@ def _moved(e: Evidence, changes: dict[str, Tensor]) -> nn.Module:
 
     The derivative of that form by what is stored takes changes back through transposed, split and LoRA matrices.
     """
-    names, _ = _part(e.site, e.a)
-    own = list({id(x): x for x in _stored_at(e.site, e.a)[1].values()}.values())
-    others = {id(x) for x in own}
-    memo: dict[int, Any] = {id(x): x for x in _all_tensors(e.a.model) if id(x) not in others}
+    own = {id(x): x for x in _stored_at(e.site, e.a)[1].values()}
+    shared = (x for x in (*e.a.model.parameters(), *e.a.model.buffers()) if id(x) not in own)
+    memo: dict[int, Any] = {id(x): x for x in shared}
     with torch.inference_mode(False), torch.enable_grad():
         model = copy.deepcopy(e.a.model, memo).eval()  # which also drops what blocks have kept of the old values
-        stored = [memo[id(x)].requires_grad_() for x in own]
+        stored = [memo[key].requires_grad_() for key in own]
         compared = _tensors_at(e.site, replace(e.a, model=model), detached=False)
         values = aligned(compared, _tensors_at(e.site, e.b), _head_width(model))[0]
         known = [name for name in changes if name in values]
         outputs, moves = [values[name] for name in known], [changes[name] for name in known]
-        ones = [torch.ones_like(x) for x in moves]
+        ones = [torch.ones_like(x[(slice(1),) * x.ndim]).expand_as(x) for x in moves]
         pulled = [
             torch.autograd.grad(outputs, stored, x, allow_unused=True, retain_graph=True) if known else ()
             for x in (moves, ones)  # a tensor of several names is moved once
@@ -254,14 +255,10 @@ def _moved(e: Evidence, changes: dict[str, Tensor]) -> nn.Module:
     for x in stored:
         x.requires_grad_(False)
     for name in changes.keys() - set(known):
-        inner = _without(model.get_submodule(names or ""), name)
+        inner = _without(model.get_submodule(_part(e.site, e.a)[0] or ""), name)
         if inner is not None:
             setattr(inner, name.rpartition(".")[2], nn.Parameter(changes[name].clone(), requires_grad=False))
     return model
-
-
-def _all_tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _pairs(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, str]:
@@ -306,8 +303,8 @@ def _tensors_at(site: Site, side: Side, *, detached: bool = True) -> dict[str, T
 
 
 def _stored_at(site: Site, side: Side) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The module that computes a site, and its parameters and buffers; of a norm that is given a statistic, the
-    block's own too; of attention, the tables of rotary frequencies."""
+    """The module that computes a site, and its parameters and buffers. With a norm that is given a statistic come the
+    block's own, with attention the tables of rotary frequencies."""
     name, skip = _part(site, side)
     if name is None:
         return nn.Module(), {}
@@ -315,10 +312,10 @@ def _stored_at(site: Site, side: Side) -> tuple[nn.Module, dict[str, Tensor]]:
     below = tuple(f"{inner.removeprefix(f'{name}.')}." for inner in skip)
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
     result = {n: x for n, x in named if x.is_floating_point() and not n.startswith(below)}
-    if site.name.endswith("norm_out") and getattr(module, "takes_mean_square", False):
+    if site.name == "mlp_norm_out" and getattr(module, "takes_mean_square", False):
         block = side.model.get_submodule(_block_of(site, side.roles))
         direct = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
-        result = dict(direct) | result
+        result = {n: x for n, x in direct if x.is_floating_point()} | result
     if site.name.startswith(("attn", "mixer")) and site.name.endswith("_out"):
         result |= {f"rotary.{n.split('.')[-1]}": x for n, x in _rotary_buffers(side.model).items()}
     return module, result
@@ -342,13 +339,19 @@ def _part(site: Site, side: Side) -> tuple[str | None, tuple[str, ...]]:
         return name, ()
     if not site.name.endswith("_in") or site.name.endswith("_post_norm_in"):
         return _whole(site, roles, name), ()
-    wholes = [roles.wholes.get(n, n) for n in roles.branches]
     if site.name == f"{FINAL}_in":
-        holder = name.rpartition(".")[0]
-        is_backbone = any(block.startswith(f"{holder}.".lstrip(".")) for block in roles.blocks)
-        return (None, ()) if is_backbone else (holder, (name,))
-    inside = next((n for n in wholes if name.startswith(f"{n}.")), None)
-    return (inside, (name,)) if inside is not None else (_block_of(site, roles), (*roles.norms, *wholes))
+        return around_norm(name, roles), (name,)
+    wholes = [roles.wholes.get(n, n) for n in roles.branches]
+    inner = None if site.name in WORDS else next((n for n in wholes if name.startswith(f"{n}.")), None)
+    if inner is not None:  # such as attention's norm of queries
+        return inner, (name,)
+    return _block_of(site, roles), (*roles.norms, *wholes)
+
+
+def around_norm(name: str, roles: Roles) -> str | None:
+    """Name of the module around a final norm; None where that holds the blocks too."""
+    around = name.rpartition(".")[0]
+    return None if any(block.startswith(f"{around}.".lstrip(".")) for block in roles.blocks) else around
 
 
 def rotary_tables(model: nn.Module) -> int:
@@ -752,7 +755,7 @@ def _softmax_changes(e: Evidence, head: int) -> Iterator[tuple[str, Change]]:
         return
     block = _block_of(e.site, e.b.roles)
     of_b = _scales(e.b.model.get_submodule(block)) if block else []
-    for scale in (1 / root**2, 1.0, 1 / root, *of_b):
+    for scale in dict.fromkeys((1 / root**2, 1.0, 1 / root, own[0] / root, own[0] * root, *of_b)):
         if not math.isclose(scale, own[0], rel_tol=1e-6):
             cause = f"another scale of the softmax: {named(scale)} in place of {named(own[0])}"
             yield cause, partial(_scale_queries, factor=scale / own[0])

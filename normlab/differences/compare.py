@@ -13,7 +13,7 @@ import copy
 import inspect
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from normlab.differences.capture import (
     relative_difference,
     roles_of,
 )
-from normlab.differences.causes import Evidence, Side, causes_of
+from normlab.differences.causes import Evidence, Side, around_norm, causes_of
 from normlab.errors import NormlabError
 from normlab.probes.passes import evaluating, unwrapped
 from normlab.probes.sites import stacks_of
@@ -48,6 +48,8 @@ COARSER = 64.0  # times the rounding expected of its dtype, beyond which a model
 class Difference:
     """The result of `diff`. `table` has one row per site: site, layer, difference, noise, ratio, parts.
 
+    `compared` says between what its difference and its noise are.
+
     `added` has one row per block (`added_by_blocks`): layer, difference, noise, ratio, parts, logits. It is empty where
     the models are equal, and of arrays.
     """
@@ -58,6 +60,7 @@ class Difference:
     table: pd.DataFrame
     notes: list[str] = field(default_factory=list)
     added: pd.DataFrame = field(default_factory=partial(pd.DataFrame, columns=COLUMNS))
+    compared: str = ""
 
     @property
     def equal(self) -> bool:
@@ -167,6 +170,13 @@ def _diff_models(
         noise, least = coarser, _eps(coarser)
         rows = compare_sites(side_a.tensors, side_b.tensors, tensors(dtypes.index(coarser), coarser), least, mask)
         first, causes = _explained(side_a, side_b, rows, mask)
+    exactly = "float64" if exact else "float32"
+    compared = f"The difference is between the two models in {exactly}"
+    compared += (
+        f", the noise between the first one in {_name(noise)} and in float64."
+        if exact
+        else f". Without float64 the noise is not known: more than {WITHOUT_FLOAT64:g} counts."
+    )
     added = pd.DataFrame(columns=COLUMNS)
     beyond: list[str] = []
     if first is not None and not first.name.endswith("_grad"):
@@ -180,6 +190,10 @@ def _diff_models(
         rows = _rounding_rows(rows, own, [side_a.tensors, side_b.tensors], dtypes, mask)
         first = _first(rows)
         if first is not None:
+            compared = (
+                f"The difference is between the first model in {_name(dtypes[0])} and the second in "
+                f"{_name(dtypes[1])}, the noise what the one that rounds less leads to expect in the coarser dtype."
+            )
             causes = [
                 f"{'AB'[i]} is not finite in {_name(dtypes[i])}, which ends at {torch.finfo(dtypes[i]).max:g}"
                 for i in (0, 1)
@@ -187,7 +201,7 @@ def _diff_models(
             ] or ["a part is computed in a coarser dtype than the model's: a cast"]
     if first is not None:
         notes.append(f"B computes it in {_code_of(side_b, first)}")
-    return _result(rows, first, causes, side_a.captured.depth, [*notes, *beyond], added)
+    return replace(_result(rows, first, causes, side_a.captured.depth, [*notes, *beyond], added), compared=compared)
 
 
 def _beyond(
@@ -210,11 +224,18 @@ def _explained(a: Side, b: Side, rows: list[Row], mask: Tensor | None) -> tuple[
 
 
 def _code_of(side: Side, site: Site) -> str:
-    """The module that computes a site, its class, the file and line of its code. Sums and inputs are the block's."""
+    """The module that computes a site, its class, the file and line of its code. Sums and inputs are the block's; what
+    the final norm reads is of the module beside it, or of the one around it."""
     is_blocks = site.name == "block_out" or site.name.endswith(("_in", "_grad"))
     name = side.captured.modules.get(site, "")
     if 1 <= site.layer <= len(side.roles.blocks) and (is_blocks or not name):
         name = side.roles.blocks[site.layer - 1]
+    elif site.name == f"{FINAL}_in" and name:
+        norm, name = name, name.rpartition(".")[0]
+        children = dict(side.model.get_submodule(name).named_children())
+        beside = [n for n in (f"{name}.{child}".lstrip(".") for child in children) if n != norm]
+        if around_norm(norm, side.roles) is not None and len(beside) == 1:
+            name = beside[0]
     module = side.model.get_submodule(name)
     words = f"{name or 'the model'}, {type(module).__name__}"
     try:
@@ -249,7 +270,11 @@ def _diff_arrays(
     first = _first(rows)
     side_a, side_b = Side(in_a, exact, given, roles), Side(Capture(arrays))
     causes = [] if first is None else causes_of(Evidence(side_a, side_b, first, mask))
-    return _result(rows, first, causes, depth, [])
+    compared = (
+        "The difference is between the first model in float64 and the arrays, "
+        f"the noise between the first model in {_name(computed)} and in float64."
+    )
+    return replace(_result(rows, first, causes, depth, []), compared=compared)
 
 
 def _rounding_rows(

@@ -68,7 +68,7 @@ def _split(fused: dict[str, Tensor], split: dict[str, Tensor], head: int) -> dic
             continue
         groups = [1, min(sizes), *([sizes[1] // head] if head and sizes[1] % head == 0 else [])]
         ways = [_rows(x, sizes, n) for n in groups if not any(size % n for size in sizes)]
-        off = [sum(float((y - z).norm()) for y, z in zip(way, parts, strict=True)) for way in ways]
+        off = [sum(float((y - z).detach().norm()) for y, z in zip(way, parts, strict=True)) for way in ways]
         best = off.index(min(off)) if min(off) < off[0] / 2 else 0
         result |= dict(zip(names, ways[best], strict=True))
     return result

@@ -80,10 +80,7 @@ def write_difference(result: Difference, folder: Path, title: str) -> Path:
 
     causes = "".join(f"<li>{html.escape(cause)}</li>" for cause in (*result.causes, *result.notes))
     opening = f"<p><b>{html.escape(result.verdict)}</b></p><ul>{causes}</ul>"
-    words = (
-        "<p>Difference and noise are root mean squares over tokens of |x - y| / |x|. The difference is between the two "
-        "models in float64, the noise between the first one in float32 and in float64.</p>"
-    )
+    words = f"<p>Difference and noise are root mean squares over tokens of |x - y| / |x|. {result.compared}</p>"
     all_sites = Section("All sites, in order of computation", f'{words}<div class="scroll">{shown(result.table)}</div>')
     sections = [drawn(difference_figure(result.table)), all_sites]
     if not result.added.empty:
