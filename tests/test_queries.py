@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from shipped_runs import shipped_runs
 
 import normlab
 from normlab.analysis.quantities import values_of
@@ -34,7 +35,7 @@ def code():
 @pytest.fixture(scope="module")
 def packed():
     """The rows of the runs of 8 blocks at 0.004."""
-    runs = normlab.load_runs(ROOT / "data" / "grid")
+    runs = shipped_runs("grid")
     return runs[(runs["depth"] == 8) & np.isclose(runs["lr"], 0.004)]
 
 
@@ -156,12 +157,12 @@ def test_what_the_findings_say_without_a_number_holds():
     early, deep = cost["pre_rmsnorm"].loc[2:12].mean(), cost["pre_rmsnorm"].loc[13:23].mean()
     assert deep == pytest.approx(early, rel=0.1), "Pre-LN's deep blocks cost as much as its early ones"
     for folder, depth in (("gpu", 24), ("grid", 8)):
-        sizes = normlab.load_runs(ROOT / "data" / folder).query("site == 'block_out' and metric == 'token_l2_mean'")
+        sizes = shipped_runs(folder).query("site == 'block_out' and metric == 'token_l2_mean'")
         sizes = sizes[(sizes["mask"] == "all") & sizes["scheme"].isin(["lns", "pre_rmsnorm"]) & (sizes["step"] > 0)]
         sizes = sizes[sizes["depth"] == depth]
         ends = sizes[sizes["step"] == sizes["step"].max()].pivot_table(index="run", columns="layer", values="value")
         assert (ends[1] / ends[depth]).min() > 0.33, "a third or more is there after block 1"
-    all_runs = normlab.load_runs(ROOT / "data" / "grid", variants=False)
+    all_runs = shipped_runs("grid")
     runs = all_runs[all_runs["depth"] == 8]
     best = choose(runs).runs.groupby("scheme")["lr"].unique()
     assert [*best["bhyt"], *best["rmsnorm_gain"]] == [0.008, 0.008] and max(best["pre_rmsnorm"]) < 0.008
@@ -191,7 +192,7 @@ def test_what_the_findings_say_without_a_number_holds():
     gain = deeper.loc[8] - deeper.loc[16]
     assert gain["lns"] > 0.02 and gain["pre_rmsnorm"] < 0, "from 8 to 16 blocks LNS gains, Pre-LN does not"
     assert not has_learned(summarize(all_runs)).filter(like="dyt-d16").any(), "DyT with 16 blocks"
-    for many, depth, apart in ((all_runs, 8, 2), (all_runs, 16, 4), (normlab.load_runs(ROOT / "data" / "gpu"), 24, 4)):
+    for many, depth, apart in ((all_runs, 8, 2), (all_runs, 16, 4), (shipped_runs("gpu"), 24, 4)):
         best = choose(many[many["depth"] == depth]).runs.groupby("scheme")["lr"].first()
         assert best["lns"] / best["pre_rmsnorm"] == pytest.approx(apart), f"best rates with {depth} blocks"
     kept = pd.read_csv(ROOT / "data" / "bench" / "kept_models.csv")

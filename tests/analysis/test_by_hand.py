@@ -4,7 +4,6 @@ Nothing of `normlab` computes the expected values, so a wrong rule in it cannot 
 """
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,11 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from scipy import stats
+from shipped_runs import DATA, shipped_runs
 
-import normlab
 from normlab.analysis.compare import compare
 
-DATA = Path(__file__).resolve().parents[2] / "data"
 ABOUT = ("scheme", "depth", "seed", "lr")
 Interval = tuple[float, float, float]
 
@@ -67,7 +65,7 @@ def interval_of(row: pd.Series) -> list[float]:
 def test_differences_of_losses_are_those_of_the_best_rates(folder, depth):
     table = manifests(folder).query("depth == @depth")
     at_best = table[table["lr"] == table["scheme"].map(best_rates(table))]
-    runs = normlab.load_runs(DATA / folder, variants=False)
+    runs = shipped_runs(folder)
     for scheme in ("lns", "dyt"):
         row = compare(runs, scheme, "pre_rmsnorm", depth=depth).iloc[0]
         expected = paired(cells(at_best, "loss"), scheme, "pre_rmsnorm")
@@ -84,7 +82,7 @@ def test_ratios_of_sizes_are_those_of_one_rate():
     table = manifests("grid").query("depth == 8")
     table = table[np.isclose(table["lr"], shared_rate(table))]
     table = cells(table.assign(size=table["stats"].map(size)), "size")
-    runs = normlab.load_runs(DATA / "grid", variants=False)
+    runs = shipped_runs("grid")
     for scheme in ("lns", "peri_ln"):
         row = compare(runs, scheme, "pre_rmsnorm", "token_l2_mean", depth=8).iloc[0]
         assert interval_of(row) == pytest.approx(np.exp(paired(table, scheme, "pre_rmsnorm")), nan_ok=True)
