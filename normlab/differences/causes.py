@@ -51,7 +51,10 @@ from normlab.probes.layout import hidden_state, replaced
 
 CAST = 0.25  # relative difference beyond which values that fit a coarser dtype were not rounded to it
 _QUERY = r"(^|[._])q(_proj|_lin)?$|query$"
-_HEADS = r"(^|[._])(w?[qkvo]|query|key|value|out)(_proj|_lin)?\.weight$"
+_HEADS = (  # of matrices whose rows, and of those whose columns are of heads
+    r"(^|[._])(w?[qkv]|query|key|value)(_proj|_lin)?\.weight$",
+    r"(^|[._])(w?o|out)(_proj|_lin)?\.weight$",
+)
 _QUERY_KEY = r"(^|[._])(q|k)(_proj|_lin)?$|query$|key$"
 
 
@@ -414,7 +417,8 @@ def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) 
     if (permuted := _permuted(a, b, head)) is not None:
         return permuted
     size = f"(relative difference {relative(a, b):.1e})"
-    if (places := places_of_change(a, b, head if re.search(_HEADS, name) else 0)) is not None:
+    heads = [head if re.search(pattern, name) else 0 for pattern in _HEADS]
+    if (places := places_of_change(a, b, heads)) is not None:
         return f"differs in {places} {size}"
     rank = rank_of_change(a, b) if a.ndim == 2 else None
     return f"has other values {size}" if rank is None else f"has a change of rank {rank}: a LoRA? {size}"

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,18 +80,22 @@ def _rows(x: Tensor, sizes: list[int], groups: int) -> list[Tensor]:
     return [piece.flatten(0, 1) for piece in pieces]
 
 
-def places_of_change(a: Tensor, b: Tensor, head: int) -> str | None:
+def places_of_change(a: Tensor, b: Tensor, heads: Sequence[int]) -> str | None:
     """The rows or columns of two matrices, or entries of two vectors, in which alone they differ, in words.
 
-    None where they are more than a quarter, or than half if they are whole heads of width `head`. They count from 0.
+    None where they are more than a quarter, or than half if they are whole heads. They count from 0.
+
+    Args:
+        heads: width of a head in rows, and in columns; 0 where these are of none.
     """
     for dim, word in ((0, "row"), (1, "column")) if a.ndim == 2 else ((0, "entry"),) if a.ndim == 1 else ():
         x, y = ((t if dim == 0 else t.T).reshape(a.shape[dim], -1) for t in (a, b))
         sizes = (y - x).norm(dim=1)
         is_changed = sizes > CLOSE * sizes.max()
         changed = is_changed.nonzero().flatten().tolist()
-        heads = is_changed.unflatten(0, (-1, head)) if head and len(x) % head == 0 else None
-        is_heads = heads is not None and bool((heads.all(1) == heads.any(1)).all())
+        head = heads[dim]
+        by_head = is_changed.unflatten(0, (-1, head)) if head and len(x) % head == 0 else None
+        is_heads = by_head is not None and bool((by_head.all(1) == by_head.any(1)).all())
         if len(changed) * (2 if is_heads else 4) > len(x):
             continue
         runs: list[list[int]] = []

@@ -82,7 +82,8 @@ def by_layer(
     rows, about = _of_depth(experiments, metric, part, depth)
     if rows.empty:
         raise NothingToShow(f"No run measured {metric} ({PARTS[part]}).")
-    measured = means(rows.assign(depth=rows["layer"].astype(int)), metric).rename(columns={"a": "scheme"})
+    by_layer = rows[["scheme", "seed", "value"]].assign(depth=rows["layer"].astype(int))
+    measured = means(by_layer, metric).rename(columns={"a": "scheme"})
     table = measured.sort_values("depth")
     remarks = ["dots are seeds, shaded: 95% interval"] if rows["seed"].nunique() > 1 else []
     is_number = np.isfinite(rows["value"].astype(float))

@@ -21,7 +21,7 @@ from normlab.probes.block_trace import BlockTrace
 from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
 from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
-from normlab.probes.gradients import NOT_RETURNED, Arrivals, GradientHook, edge_of, is_beside, source_of
+from normlab.probes.gradients import Arrivals, GradientHook, edge_of, is_beside, source_of, why_no_factor
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32, without_autocast
 
@@ -297,7 +297,7 @@ class Measurer:
             known = (place for where in arrival.places if (place := _place(where, is_gradient=True)) is not None)
             staged = arrival.staged
             if staged is None:
-                arrival.call.absent.setdefault(GRADIENTS, NOT_RETURNED)
+                arrival.call.absent.setdefault(GRADIENTS, why_no_factor(arrival.call))
             by_call[arrival.call] += [] if staged is None else [staged._replace(where=place) for place in known]
         return by_call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -64,8 +65,12 @@ def _sums(model: nn.Module) -> dict[nn.Parameter, Tensor]:
     """The sum of each matrix that is trained, which is another after a step."""
     trained = {p: p.detach() for p in model.parameters() if p.requires_grad and p.ndim >= 2 and not p.is_meta}
     parts = {p: x.to_local() if isinstance(x, DTensor) else x for p, x in trained.items()}
-    # Of what has 8 bits or fewer PyTorch has no sum.
-    return {p: x.sum(dtype=torch.float32) for p, x in parts.items() if x.is_floating_point() and x.itemsize > 1}
+    sums = {}
+    for p, x in parts.items():
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # of what has 8 bits or fewer PyTorch has no sum
+            if x.is_floating_point():
+                sums[p] = x.sum(dtype=torch.float32)
+    return sums
 
 
 def _have_changed(before: dict[nn.Parameter, Tensor], model: nn.Module) -> bool:
@@ -109,7 +114,8 @@ class LayerStatsCallback(TrainerCallback):
         loss_tokens: as for `record`; by default counted.
         mask: what masks padding, as for `record`.
         update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
-        path: write the table here (Parquet) when training ends. A training that resumes keeps the steps before in it.
+        path: write the table here (Parquet) with each checkpoint, and when training ends. A training that resumes
+            keeps the steps before in it.
         last: a CSV file of the last readings, written anew after each. It is there when the process dies.
 
     Raises:
@@ -178,7 +184,7 @@ class LayerStatsCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Stop recording once all micro-batches are in, and remember the weights."""
         if self._observer is not None and self._observer.pause() and self._wants_ratio and model is not None:
-            self._has_stepped = _have_changed(self._sums, model)
+            self._has_stepped, self._sums = _have_changed(self._sums, model), {}
             self._ratio = UpdateRatio(model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -208,11 +214,18 @@ class LayerStatsCallback(TrainerCallback):
                 recent = self.explain(state.global_step - RECENT * self._every)
                 _log.warning("the loss spiked at step %d: %s", state.global_step, recent)
 
+    def on_save(self, args, state, control, **kwargs):
+        """Write the table beside a checkpoint: a training that resumes from it finds the steps before."""
+        self._write(state)
+
     def on_train_end(self, args, state, control, **kwargs):
         """Write the table."""
         if self._observer is not None:
             self._observer.close()
         self._trackers.close()
+        self._write(state)
+
+    def _write(self, state):
         if self._path is not None and state.is_world_process_zero:
             with whole_file(Path(self._path)) as staged:
                 self.to_pandas().to_parquet(staged, index=False)

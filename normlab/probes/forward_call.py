@@ -98,9 +98,9 @@ def _is_loss(x: Any) -> bool:
 
 
 def _is_same_loss(one: Tensor, other: Tensor) -> bool:
-    """True if two losses have one value, in the precision of either."""
+    """True if two losses have one value, in the precision of either, or none."""
     a, b = one.detach().view(()), other.view(()).to(one.device)
-    return a is b or bool((a == b.to(a.dtype)) | (a.to(b.dtype) == b))
+    return bool((a == b.to(a.dtype)) | (a.to(b.dtype) == b) | (a.isnan() & b.isnan()))
 
 
 def _normalizers(logits: Tensor) -> Tensor:
@@ -449,16 +449,15 @@ class CallInputs:
     def compare(self, output: Any) -> None:
         """Compare the loss that a module returned with the cross-entropy of the logits returned with it.
 
-        A loss of another value that a module further out returns counts instead. Labels under an unknown name are those
-        that it fits, and negative ones are none, whichever the loss leaves out. A loss in half precision is too coarse
-        to tell.
+        A loss that a module further out returns counts instead, unless it alone has no graph. Labels under an unknown
+        name are those that it fits, and negative ones are none, whichever the loss leaves out. A loss in half precision
+        is too coarse to tell.
         """
         loss, logits = loss_and_logits(output)
-        if loss is None:
+        if loss is None or (self.loss is not None and self.loss.requires_grad and not loss.requires_grad):
             return
+        self.loss = loss
         is_same = bool(self._losses) and _is_same_loss(loss, self._losses[-1])
-        if not is_same or not (self.loss is not None and self.loss.requires_grad):
-            self.loss = loss
         if not is_same:
             self._losses.append(loss.detach())
         elif self.labels_averaged is not None:
@@ -624,8 +623,8 @@ class Call:
         self.crosses = False  # the blocks are handed a second sequence, as a decoder is its encoder's
         self.loss_tokens: float | Tensor | None = None
         self.counts_labels = False  # `loss_tokens` are counted, and not given
-        self.loss_gradient: Tensor | None = None  # what has arrived at the returned loss, of whole passes summed
-        self.loss_look: Tensor | None = None  # what did in the latest pass that was none
+        self.loss_gradient: float | None = None  # what has arrived at the returned loss, of whole passes summed
+        self.loss_look: float | None = None  # what did in the latest pass that was none
         self.running: Run | None = None  # of the block that is running
         self.watch: AttentionWatch | None = None
         self.layer = 0  # of the latest block that ran

@@ -180,6 +180,9 @@ NOT_RETURNED = (
 )
 
 
+TIMES_ZERO = "the returned loss was multiplied by 0 before it was differentiated"
+
+
 def watch_loss(loss: Tensor | None, calls: Sequence[Call]) -> None:
     """Note in `calls` the gradient that arrives at the loss that they returned: what it is multiplied by."""
 
@@ -187,27 +190,31 @@ def watch_loss(loss: Tensor | None, calls: Sequence[Call]) -> None:
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         for call in calls:
             try:
-                of, value = _pass_of(call, is_retained), gradient.detach().float()
-                value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of a loss over ranks
-                is_part = bool(value)  # of what is differentiated; a factor of 0 leaves it out
+                whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # of a loss over ranks
+                of, value = _pass_of(call, is_retained), float(whole)
             except Exception as error:  # the backward pass goes on
                 call.absent[GRADIENTS] = f"{type(error).__name__}: {error}"
                 continue
             if of is not Pass.WHOLE:
-                call.loss_look = value if is_part else None
-            elif is_part:
-                call.loss_gradient = value if call.loss_gradient is None else call.loss_gradient + value
+                call.loss_look = value
+            else:
+                call.loss_gradient = (call.loss_gradient or 0.0) + value
 
     if loss is not None and loss.requires_grad and calls:
         loss.register_hook(note)
 
 
-def _factor(call: Call, of: Pass, device: torch.device) -> Any:
-    """From the gradient that has arrived to the summed loss's; None where that of the returned loss has not."""
-    labels, arrived = call.loss_tokens, call.loss_gradient if of is Pass.WHOLE else call.loss_look
-    if not call.counts_labels:
-        return labels
-    return None if arrived is None else torch.as_tensor(labels, device=device) / arrived.to(device)
+def _factor(call: Call, of: Pass) -> Any:
+    """From the size of the gradient that has arrived to the summed loss's; None where the returned loss tells none."""
+    arrived = call.loss_gradient if of is Pass.WHOLE else call.loss_look
+    if not call.counts_labels or call.loss_tokens is None:
+        return call.loss_tokens
+    return call.loss_tokens / abs(arrived) if arrived else None
+
+
+def why_no_factor(call: Call) -> str:
+    """Why gradients that have arrived are of no known scale."""
+    return NOT_RETURNED if call.loss_gradient is None and call.loss_look is None else TIMES_ZERO
 
 
 class GradientHook:
@@ -260,7 +267,7 @@ class GradientHook:
                         vectors = at_least_float32(self._sum) + vectors
                     self._sum = vectors.clone() if self.is_retained else None  # a kernel may write into a gradient
                     self._arrival = arrival if self.is_retained else None
-                if (factor := _factor(call, arrival.of, vectors.device)) is not None:
+                if (factor := _factor(call, arrival.of)) is not None:
                     norms = torch.linalg.vector_norm(at_least_float32(vectors), dim=-1) * factor
                     arrival.staged = Staged("gradient", self._places[0], norms.reshape(1, -1), tuple(vectors.shape))
         except Exception as error:  # the backward pass goes on

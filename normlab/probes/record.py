@@ -384,7 +384,8 @@ class Recorder:
                         self._resolve_loss(one)
                 watch_loss(call.inputs.loss, [one for one in passes if one.counts_labels])
         finally:
-            call.inputs.loss = None
+            for one in passes:
+                one.inputs.loss = None  # which holds the graph
             call.close()
         if complete:
             with self._lock:
@@ -414,6 +415,7 @@ class Recorder:
     def _next_pass(self, call: Call) -> Call:
         """Begin another pass of the blocks in the same call of the model; one that was interrupted is dropped."""
         is_whole, inputs = call.running is None, call.inputs.following(call.entered, call.looked_up)
+        call.inputs.loss = None  # of one text
         self._end_pass(call)
         new = self._open_call()
         new.inputs, new.earlier = inputs, [*call.earlier, *([call] if is_whole else [])]

@@ -43,7 +43,7 @@ RATE = 4e-3  # at which sizes are compared, where runs have it
 SIZES = ("growth", "deep_cost")  # compared at one rate
 ALIKE = ["width", "steps", "tokens", *NGRAM_LOSSES]  # runs that differ in these cannot be of one table
 OWN = "warmup"  # a scheme may have its own
-LOSS_AT, LEARNED_AT = "loss_at_", "learned_at_"  # begin the names of columns: of one rate
+LOSS_AT, LEARNED_AT, TOLD_AT = "loss_at_", "learned_at_", "told_at_"  # begin the names of columns: of one rate
 MARIN, CHANGE = "marin", "loss_change"  # a source of `load_published`, and its metric: loss minus its baseline's
 WORDS = ("deepest_trained", "claim")  # metrics of `load_published` whose note is what a paper says
 FEWEST = 3  # schemes that a rank agreement needs
@@ -151,11 +151,11 @@ def contenders(runs: pd.DataFrame, depth: int | None = None, at: float | None = 
 
     Returns:
         Columns `scheme depth best at_edge seeds loss learned told minus low high p_holm verdict`, columns
-        `loss_at_<rate>` and `learned_at_<rate>` for each rate, `at growth deep_cost`. `best` is the rate of the lowest
-        validation loss, of those with most seeds; `at_edge` whether it is the least or the largest that was tried.
-        `minus` is the scheme's loss at its best rate minus Pre-LN's at its own, paired by seed. `low` and `high` are
-        the pair's own 95% interval (t over the seeds), and `verdict` is corrected by Holm over the schemes with four
-        seeds; of fewer there is neither.
+        `loss_at_<rate> learned_at_<rate> told_at_<rate>` for each rate, `at growth deep_cost`. `best` is the rate of
+        the lowest validation loss, of those with most seeds; `at_edge` whether it is the least or the largest that was
+        tried. `minus` is the scheme's loss at its best rate minus Pre-LN's at its own, paired by seed. `low` and `high`
+        are the pair's own 95% interval (t over the seeds), and `verdict` is corrected by Holm over the schemes with
+        four seeds; of fewer there is neither.
     """
     depth = max(depths_of_most(runs), default=0) if depth is None else depth
     rates = by_rate(runs, depth)
@@ -168,12 +168,13 @@ def contenders(runs: pd.DataFrame, depth: int | None = None, at: float | None = 
         row |= {name: best[name] for name in ("seeds", "loss", "learned", "told")}
         row |= {f"{LOSS_AT}{rate:g}": loss for rate, loss in zip(own["lr"], own["loss"], strict=True)}
         row |= {f"{LEARNED_AT}{rate:g}": learned for rate, learned in zip(own["lr"], own["learned"], strict=True)}
+        row |= {f"{TOLD_AT}{rate:g}": told for rate, told in zip(own["lr"], own["told"], strict=True)}
         there = own[np.isclose(own["lr"], at)]
         rows.append(row | {"at": at} | {name: there[name].iloc[0] if len(there) else np.nan for name in SIZES})
     table = pd.DataFrame(rows).merge(_against_baseline(runs, depth, rates), on="scheme", how="left")
     order = ["scheme", "depth", "best", "at_edge", "seeds", "loss", "learned", "told"]
     order += ["minus", "low", "high", "p_holm", "verdict"]
-    order += [f"{name}{rate:g}" for name in (LOSS_AT, LEARNED_AT) for rate in _rates(table)]
+    order += [f"{name}{rate:g}" for name in (LOSS_AT, LEARNED_AT, TOLD_AT) for rate in _rates(table)]
     return table.sort_values("loss", ignore_index=True)[[*order, "at", *SIZES]]
 
 
@@ -386,7 +387,7 @@ def _loss(row: pd.Series, rate: float) -> str:
     loss = row[f"{LOSS_AT}{rate:g}"]
     if pd.isna(loss):
         return ""
-    is_plain = row[f"{LEARNED_AT}{rate:g}"] or np.isinf(loss) or not row["told"]
+    is_plain = row[f"{LEARNED_AT}{rate:g}"] or np.isinf(loss) or not row[f"{TOLD_AT}{rate:g}"]
     text = f"{loss:.2f}" if is_plain else f"({loss:.2f})"
     return text + ("" if rate != row["best"] else "+" if row["at_edge"] else "*")
 

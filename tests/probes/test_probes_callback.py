@@ -9,7 +9,7 @@ import pytest
 import torch
 from probe_runs import train
 from probe_zoo import build, near, tiny_llama, values
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from normlab.errors import NormlabError
@@ -124,10 +124,19 @@ def test_a_second_training_drops_the_first_ones_readings_and_a_resumed_one_keeps
     assert table["step"].drop_duplicates().tolist() == [0, 2] and "loss_spike" not in set(table["metric"])
 
 
+class Crash(TrainerCallback):
+    """Ends the process's training after its first checkpoint."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise RuntimeError("out of power")
+
+
 def test_a_training_that_resumes_in_another_process_keeps_the_steps_before_in_the_file(tmp_path):
     path, saved = tmp_path / "layers.parquet", {"save_steps": 2, "save_strategy": "steps"}
     whole = LayerStatsCallback(every=1, metrics=["rms"], path=path)
-    train(tiny_llama(), tmp_path, [whole], **saved)
+    with pytest.raises(RuntimeError, match="out of power"):
+        train(tiny_llama(), tmp_path, [whole, Crash()], **saved)
     other = LayerStatsCallback(every=1, metrics=["rms"], path=path, last=tmp_path / "last.csv")
     train(tiny_llama(), tmp_path, [other], resume=tmp_path / "checkpoint-2")
     resumed = pandas.read_parquet(path)

@@ -1,5 +1,9 @@
 """Traps of gradient measurement: hooks, checkpoints, frozen models, the loss's normaliser; one test each."""
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from probe_zoo import batch_for, build, near, tiny_llama, token_batch, trained_step, values
@@ -9,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from normlab.errors import NormlabError
 from normlab.probes import METRICS, record
 from normlab.probes.forward_call import READINGS, labels_averaged
-from normlab.probes.gradients import NOT_RETURNED
+from normlab.probes.gradients import NOT_RETURNED, TIMES_ZERO
 
 GRADIENTS = ["grad_l2_mean", "grad_l2_total"]
 EVERYTHING = list(METRICS)
@@ -189,6 +193,7 @@ MULTIPLIED = {
     "divided": lambda loss, gain: (loss / 4).backward(),
     "divided in place": lambda loss, gain: divided_in_place(loss),
     "a share of the labels": lambda loss, gain: (loss * 5 / 12).backward(),
+    "ascended": lambda loss, gain: (-loss).backward(),
     "scaled": lambda loss, gain: torch.amp.GradScaler("cpu", init_scale=1024.0).scale(loss).backward(),
     "from a gradient": lambda loss, gain: loss.backward(torch.tensor(0.25)),
     "in two passes": lambda loss, gain: ((0.3 * loss).backward(retain_graph=True), (0.6 * loss).backward()),
@@ -204,6 +209,56 @@ def test_what_the_returned_loss_is_multiplied_by_is_undone(batch, way):
     with record(model, GRADIENTS) as rec:
         MULTIPLIED[way](model(**batch).loss, model.model.norm.weight)
     assert values(rec.stats()) == near(plain, 100) and not rec.absent
+
+
+def test_a_loss_times_zero_has_no_gradients_and_the_reason(batch):
+    model = tiny_llama()
+    plain = trained_step(model, batch, GRADIENTS)
+    with record(model, GRADIENTS) as rec:
+        for factor in (1, 0):
+            (factor * model(**batch).loss).backward()
+    assert values(rec.stats()) == near(plain, 100) and rec.absent == {"gradients": TIMES_ZERO}
+
+
+def test_an_outer_loss_of_the_same_value_or_of_none_is_the_one_that_arrives(batch):
+    class Again(Weighing):
+        def forward(self, **batch):
+            out = self.model(**batch)
+            return {"loss": self.model.loss_function(out.logits, batch["labels"], self.factor), "logits": out.logits}
+
+    model = tiny_llama()
+    plain = trained_step(model, batch, GRADIENTS)
+    wrapped = Again(model, model.config.vocab_size)
+    with record(wrapped, GRADIENTS) as rec:
+        wrapped(**batch)["loss"].backward()
+    assert values(rec.stats()) == near(plain, 100)
+    alone = Weighing(model, 1.0, is_alone=True)
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    for measured in (model, alone):
+        with record(measured, GRADIENTS) as rec:
+            out = measured(**batch)
+            (out.loss if measured is model else out).backward()
+        assert len(values(rec.stats())) == len(plain)
+
+
+def test_no_loss_outlives_the_call_of_several_texts(batch):
+    class Two(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, query_ids, document_ids):
+            losses = [self.model(input_ids=ids, labels=ids).loss for ids in (query_ids, document_ids)]
+            kept.extend(map(weakref.ref, losses))
+            return sum(losses)
+
+    kept: list[Any] = []
+    model, ids = Two(tiny_llama()), batch["input_ids"]
+    with record(model, GRADIENTS, loss_tokens=1) as rec:
+        model(query_ids=ids, document_ids=ids + 1).backward()
+    del rec
+    gc.collect()
+    assert len(kept) == 2 and not any(loss() is not None for loss in kept)
 
 
 def test_gradients_of_another_loss_than_the_returned_one_are_left_out_with_the_reason(batch):

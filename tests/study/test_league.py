@@ -211,6 +211,7 @@ def test_the_printed_table_marks_best_rates_and_fits_a_terminal(table):
     full = full.assign(low=-0.08, high=-0.02, at_edge=True)
     full.insert(13, "loss_at_0.001", 3.5), full.insert(16, "loss_at_0.016", 3.5)
     full = full.assign(**{"learned_at_0.001": True, "learned_at_0.016": False})
+    full = full.assign(**{"told_at_0.001": True, "told_at_0.016": True})
     assert max(map(len, league.printed(full).splitlines())) <= 100
 
 
