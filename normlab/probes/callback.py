@@ -166,6 +166,8 @@ class LayerStatsCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Forget what was read of another training, or after the step from which this one resumes."""
+        if self._observer is not None:  # of a training that was interrupted
+            self._observer.close()
         self._readings.forget(state.global_step)
         if state.global_step and self._path is not None and self._readings.to_pandas().empty:
             self._readings.resume(Path(self._path), state.global_step)
