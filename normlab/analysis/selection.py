@@ -108,9 +108,13 @@ def depths_of_most(table: pd.DataFrame) -> list[int]:
 
 
 def deepest(table: pd.DataFrame) -> int:
-    """The deepest depth at which three schemes or more were run, or the deepest of those with most."""
+    """The deepest depth at which three schemes or more were run, and half as many as at the depth with most.
+
+    Of fewer schemes the deepest of those with most. A depth that a sweep has just begun is not shown in place of a
+    whole one.
+    """
     counts = table.groupby("depth")["scheme"].nunique()
-    return int(counts.index[counts >= min(3, counts.max())].max())
+    return int(counts.index[counts >= max(min(3, counts.max()), counts.max() / 2)].max())
 
 
 def of_depth(table: pd.DataFrame, depth: int | None, schemes: Sequence[str] | None = None) -> pd.DataFrame:

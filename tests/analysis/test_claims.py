@@ -195,6 +195,8 @@ def test_the_deepest_depth_at_which_schemes_can_be_compared():
         ]
     )
     assert deepest(runs) == 4 and deepest(runs[runs["depth"] < 4]) == 2
+    more = [runs[runs["depth"] == 2].assign(scheme=lambda own, i=i: own["scheme"] + str(i)) for i in range(2)]
+    assert deepest(pd.concat([runs[runs["depth"] > 2], *more])) == 2, "three of eight schemes are a sweep just begun"
     assert deepest(runs[runs["scheme"] == "lns"]) == 8
 
 
