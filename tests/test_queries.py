@@ -195,6 +195,12 @@ def test_what_the_findings_say_without_a_number_holds():
     for many, depth, apart in ((all_runs, 8, 2), (all_runs, 16, 4), (shipped_runs("gpu"), 24, 4)):
         best = choose(many[many["depth"] == depth]).runs.groupby("scheme")["lr"].first()
         assert best["lns"] / best["pre_rmsnorm"] == pytest.approx(apart), f"best rates with {depth} blocks"
+    blocks = normlab.load_experiments(ROOT / "data" / "grid")
+    blocks = blocks[(blocks["metric"] == "skip_delta_loss") & (blocks["part"] == "block") & (blocks["depth"] == 8)]
+    blocks = blocks[blocks["run"].isin(choose(runs).runs.index)]
+    costliest = blocks.loc[blocks.groupby("run")["value"].idxmax()].groupby("scheme")["layer"].nunique()
+    seeds = blocks.groupby("scheme")["seed"].nunique()
+    assert {*costliest.index[(costliest > 1) & (seeds > 1)]} == {"bhyt", "rmsnorm_gain", "dyt"}, "costliest block"
     kept = pd.read_csv(ROOT / "data" / "bench" / "kept_models.csv")
     assert set(kept["model"]) == set(shipped_models())
     assert kept.loc[kept[kept["depth"] == 8]["both_4"].idxmin(), "scheme"] == "dyt"

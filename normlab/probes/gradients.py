@@ -178,8 +178,6 @@ NOT_RETURNED = (
     "the loss that was differentiated is not made of the one that the model returned: pass loss_tokens=<number of "
     "labels it is averaged over, 1 if it is summed>"
 )
-
-
 TIMES_ZERO = "the returned loss was multiplied by 0 before it was differentiated"
 
 
