@@ -108,13 +108,16 @@ def depths_of_most(table: pd.DataFrame) -> list[int]:
 
 
 def deepest(table: pd.DataFrame) -> int:
-    """The deepest depth at which three schemes or more were run, and half as many as at the depth with most.
+    """The deepest depth at which three schemes or more were run, with half as many schemes as at the depth with most,
+    and half as many seeds as at any of these.
 
     Of fewer schemes the deepest of those with most. A depth that a sweep has just begun is not shown in place of a
     whole one.
     """
-    counts = table.groupby("depth")["scheme"].nunique()
-    return int(counts.index[counts >= max(min(3, counts.max()), counts.max() / 2)].max())
+    counts = table.groupby("depth")[["scheme", "seed"]].nunique()
+    schemes = counts["scheme"]
+    seeds = counts.loc[schemes >= max(min(3, schemes.max()), schemes.max() / 2), "seed"]
+    return int(seeds.index[seeds >= seeds.max() / 2].max())
 
 
 def of_depth(table: pd.DataFrame, depth: int | None, schemes: Sequence[str] | None = None) -> pd.DataFrame:

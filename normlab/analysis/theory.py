@@ -140,7 +140,8 @@ class _Recursion:
         self.attention_width = heads * (config.head_dim or self.width // heads)
         names = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         self.variance = {name: self.scheme.matrix_std(name, config) ** 2 for name in names}
-        self.averaging = np.tril(np.ones((length, length))) / np.arange(1, length + 1)[:, None]
+        past = np.arange(1.0, length + 1)
+        self.pairs = np.outer(past, past)
         ends = self.scheme.ends
         scale = ends.embedding_scale(self.width) ** 2 if ends.embedding_scale else 1.0
         self.kernel = (1.0 if ends.unit_embeddings or ends.normalized_embeddings else self.weight_var * scale) * (
@@ -200,7 +201,7 @@ class _Recursion:
 
     def _attention(self, kernel: Kernel) -> Kernel:
         gain = self.width * self.variance["v_proj"] * self.attention_width * self.variance["o_proj"]
-        return gain * self.averaging @ kernel @ self.averaging.T
+        return gain * kernel.cumsum(0).cumsum(1) / self.pairs
 
     def _mlp(self, kernel: Kernel) -> Kernel:
         gate, up = (self.width * self.variance[name] * kernel for name in ("gate_proj", "up_proj"))

@@ -40,7 +40,7 @@ def findings(path: str | Path) -> dict[str, str]:
     """
     runs = comparable(path)
     chosen, counts = choose(runs, depth=None), claims.learned(runs)
-    depth, same = deepest(counts), choose(runs, depth=None, same_rate=True)
+    depth, same = deepest(chosen.runs), choose(runs, depth=None, same_rate=True)
     here, grown = counts[counts["depth"] == depth], claims.growth(runs).query("depth == @depth")
     known = chosen.runs.groupby(["scheme", "depth"])["trigram_loss"].count()
     known = known.loc[pd.MultiIndex.from_frame(counts[["scheme", "depth"]])].set_axis(counts.index)

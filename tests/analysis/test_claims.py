@@ -198,6 +198,9 @@ def test_the_deepest_depth_at_which_schemes_can_be_compared():
     more = [runs[runs["depth"] == 2].assign(scheme=lambda own, i=i: own["scheme"] + str(i)) for i in range(2)]
     assert deepest(pd.concat([runs[runs["depth"] > 2], *more])) == 2, "three of eight schemes are a sweep just begun"
     assert deepest(runs[runs["scheme"] == "lns"]) == 8
+    shallow = pd.concat([runs[runs["depth"] == 2].assign(seed=seed) for seed in range(7)])
+    assert deepest(pd.concat([runs, shallow])) == 2, "three seeds of seven"
+    assert deepest(pd.concat([runs, shallow.query("seed < 6")])) == 4
 
 
 def test_one_seed_gives_an_estimate_and_no_interval():
