@@ -28,7 +28,8 @@ class Intervene(PageWidget):
     token, the next token. Small models of ours run in the browser, with the weights they have when the widget is made.
     Others answer from the kernel.
 
-    Traits: `change` (JSON of a `Change`; a `Change` can be set), `row` (of the text), `token` (its position).
+    Traits: `change` (JSON of a `Change`; a `Change` can be set), `row` (of the text), `token` (its position; a negative
+    one counts from the end).
 
     Args:
         model: a Hugging Face causal language model, ours or another.
@@ -85,10 +86,11 @@ class Intervene(PageWidget):
         return ask(self.model, self.tokens, Change(**self.change), *self._place())
 
     def _place(self) -> tuple[int, int]:
-        """Row and position of the chosen token. As on the page, what is not there is row 0, and the last token."""
-        last = self.tokens.shape[1] - 1
+        """Row and position of the chosen token. As on the page, what is not there is row 0, and the nearest token."""
+        length = self.tokens.shape[1]
         row = self.row if 0 <= self.row < len(self.tokens) else 0
-        return row, last if self.token is None else min(self.token, last)
+        token = length - 1 if self.token is None else self.token
+        return row, max(0, min(length + token if token < 0 else token, length - 1))
 
     @property
     def figure(self) -> go.Figure:

@@ -236,7 +236,8 @@ def test_the_figures_next_token_is_that_of_the_chosen_row_and_token():
     widget = Intervene(model, TOKENS)
     with torch.no_grad():
         chances = model(input_ids=TOKENS).logits.softmax(-1)
-    for row, token, (at, after) in ((0, None, (0, 11)), (1, 3, (1, 3)), (7, 99, (0, 11))):
+    places = ((0, None, (0, 11)), (1, 3, (1, 3)), (7, 99, (0, 11)), (1, -1, (1, 11)), (0, -4, (0, 8)), (0, -99, (0, 0)))
+    for row, token, (at, after) in places:
         widget.row, widget.token = row, token
         figure = widget.figure
         assert f"next token after token {after} of row {at}" in [note.text for note in figure.layout.annotations]
@@ -285,6 +286,9 @@ def test_words_of_a_tokenizer_are_no_markup():
     assert widget.data["vocabulary"][:2] == ["a", "<b>"]
 
 
+# Which token is marked in the text, and the probability of the likeliest next one.
+CHOSEN = "[...document.querySelectorAll('.panel .text span')].findIndex(word => word.matches('.chosen'))"
+FIRST = "document.querySelector('.next .value')?.textContent"
 MOVE = "() => { document.activeElement.stepUp(); document.activeElement.dispatchEvent(new Event('input')); }"
 
 
@@ -318,6 +322,14 @@ def test_the_reader_and_python_hear_of_each_other(where, chromium):
         widget.change, widget.row = {"gain": 2.0}, 1
         shown.push()
         shows(Change(gain=2.0), row=1)
+        with torch.no_grad():
+            chances = model(input_ids=TOKENS[1:2]).logits[0].softmax(-1)
+        widget.undo()
+        for token, after in ((-1, 11), (-4, 8), (-99, 0)):
+            widget.token = token
+            shown.push()
+            likeliest = f"{100 * float(chances[after].max()):.1f}%"
+            shown.until(f"() => {CHOSEN} === {after} && {FIRST} === '{likeliest}'")
         assert not errors
 
 

@@ -76,6 +76,8 @@ function replaceButtons(parent, ...children) {
   const buttons = [...parent.querySelectorAll("button:enabled")];
   if (inside) (buttons.find(button => button.textContent === focused.textContent) ?? buttons[0])?.focus();
 }
+/* Where a position is in a text: a negative one counts from the end, none is the last token's, one beyond the text the nearest. */
+const placeIn = ({ length }, at) => Math.max(0, Math.min(at < 0 ? length + at : at ?? length - 1, length - 1));
 const differs = change => JSON.stringify(change) !== "{}";
 
 /* Drop what changes nothing, so that equal changes are written alike. */
@@ -403,7 +405,7 @@ function live(root, data, host) {
       ui.status.textContent = "write at least two tokens";
       return;
     }
-    const at = Math.min(state.at ?? tokens.length - 1, tokens.length - 1);
+    const at = placeIn(tokens, state.at);
     for (const model of models) if (!panels.has(model.name)) {
       const panel = new Panel(model, data, place => set({ at: place }));
       panels.set(model.name, panel);

@@ -231,6 +231,7 @@ class LiveModel {
   ask(tokens, change = {}, position = tokens.length - 1) {
     const { heap, spec, at: { x, states, logits } } = this, { width, blocks } = spec;
     if (tokens.length > spec.length) throw new Error(`${tokens.length} tokens: the model reads at most ${spec.length}`);
+    if (!(position in tokens)) throw new Error(`no token ${position}: the text has ${tokens.length}`);
     if (String(tokens) !== String(this.tokens)) {
       this.done = [];
       this.tokens = [...tokens];
