@@ -26,7 +26,7 @@ class Intervene(PageWidget):
 
     It is the page of `normlab page` in a notebook: layer sizes, tanh inputs beyond lambda, each block's worth, loss by
     token, the next token. Small models of ours run in the browser, with the weights they have when the widget is made.
-    Others answer from the kernel.
+    Others answer from the kernel, as do models with hooks, pruned ones and those with adapters.
 
     Traits: `change` (JSON of a `Change`; a `Change` can be set), `row` (of the text), `token` (its position; a negative
     one counts from the end).

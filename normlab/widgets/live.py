@@ -6,7 +6,7 @@ import gzip
 import json
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from normlab.files import whole_files
 from normlab.models.block import FinalNorm, NormlabDecoderLayer
 from normlab.models.pretrained import BLOCKS, load_held_out, load_model, model_folder
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
+from normlab.norms.gain import HOOKS
 from normlab.probes import sites
 from normlab.release import shipped_models
 from normlab.runs import MANIFEST, read_manifest
@@ -47,6 +48,7 @@ NORMS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
     Derf: lambda norm: {"slope": "alpha", "shift": "shift", "bias": "bias", "f": "erf"},
 }
 _TENSORS = ("slope", "shift", "bias")  # fields that name a tensor of the norm
+_MATRICES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 MULTIPLE = 8  # of the kernel's columns
 _SAMPLE = 'def add(first, second):\n    """Return the sum of two numbers."""\n    return first + second\n'
 _LENGTH = 64  # tokens that the page reads of a passage
@@ -65,7 +67,7 @@ def model_spec(model: Any) -> dict[str, Any]:
     """The model as data for `static/model.js`: sizes, names of tensors, each norm.
 
     Raises:
-        NormlabError: a part that the page does not compute.
+        NormlabError: a part that the page does not compute, such as one with hooks.
     """
     config: Any = model.config
     names = {module: name for name, module in model.named_modules()}
@@ -77,6 +79,10 @@ def model_spec(model: Any) -> dict[str, Any]:
     )
     if not blocks or not plain or base.embedding_end is not None or isinstance(base.norm, FinalNorm):
         _refuse(model, "a block, an embedding or an attention of another kind")
+    if any(getattr(module, kind) for module in model.modules() for kind in HOOKS):
+        _refuse(model, "hooks")
+    if any("forward" in vars(module) for module in model.modules()):
+        _refuse(model, "a part with a forward of its own")
     if any(block.carried and (block.correction != "none" or block.calibration != 1.0) for block in blocks):
         _refuse(model, "a learned correction of its carried statistic")
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -94,7 +100,7 @@ def model_spec(model: Any) -> dict[str, Any]:
         _refuse(model, f"{odd[0]}, no multiple of {MULTIPLE}")
     tied = config.tie_word_embeddings
     embed = f"{names[base.embed_tokens]}.weight"
-    return {
+    spec = {
         **sizes,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
@@ -108,6 +114,21 @@ def model_spec(model: Any) -> dict[str, Any]:
         "blocks": [_block_spec(block, names, model) for block in blocks],
         "final": _norm_spec(base.norm, names, model),
     }
+    there = model.state_dict()
+    if missing := [name for name in _tensors(spec) if name not in there]:  # it is computed, or an adapter holds it
+        _refuse(model, f"no tensor {missing[0]}")
+    return spec
+
+
+def _tensors(spec: Mapping[str, Any]) -> Iterator[str]:
+    """The names of all tensors that the page reads."""
+    yield from filter(None, (spec["embed"], spec["head"], spec["embedding_scale"]))
+    norms = [spec["final"]]
+    for block in spec["blocks"]:
+        yield from (f"{block['prefix']}{part}.{name}.weight" for part, names in _MATRICES.items() for name in names)
+        yield from [block["c"]] if block["carried"] else []
+        norms += block["norms"].values()
+    yield from (norm[field] for norm in norms for field in (*_TENSORS, "weight") if field in norm)
 
 
 def _block_spec(block: NormlabDecoderLayer, names: Mapping[nn.Module, str], model: nn.Module) -> dict[str, Any]:

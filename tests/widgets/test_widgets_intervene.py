@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from browser_helpers import page_of
+from torch.nn.utils import parametrizations, prune
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -369,6 +370,45 @@ def test_the_page_refuses_an_activation_that_it_does_not_compute():
     model_spec(model_of("bhyt"))
     with pytest.raises(NormlabError, match="does not compute bhyt: it has the activation gelu"):
         model_spec(model_of("bhyt", hidden_act="gelu"))
+
+
+def ablate_by_a_hook(model: Any) -> None:
+    model.model.layers[1].self_attn.register_forward_hook(lambda _, args, output: (output[0] * 0, *output[1:]))
+
+
+def ablate_by_a_method(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.forward = lambda *args, **kwargs: (0 * kwargs["hidden_states"], None)
+
+
+def prune_a_matrix(model: Any) -> None:
+    prune.l1_unstructured(model.model.layers[1].self_attn.q_proj, "weight", amount=0.5)
+
+
+def parametrize_a_matrix(model: Any) -> None:
+    parametrizations.weight_norm(model.model.layers[1].mlp.up_proj)
+
+
+@pytest.mark.parametrize(
+    ("touch", "why"),
+    [
+        (ablate_by_a_hook, "hooks"),
+        (ablate_by_a_method, "a part with a forward of its own"),
+        (prune_a_matrix, "hooks"),
+        (parametrize_a_matrix, r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"),
+    ],
+)
+def test_a_model_that_is_more_than_its_weights_answers_from_the_kernel(touch, why):
+    model = model_of("pre_rmsnorm")
+    assert Intervene(model, TOKENS).weights
+    touch(model)
+    with pytest.raises(NormlabError, match=f"does not compute pre_rmsnorm: it has {why}"):
+        model_spec(model)
+    widget = Intervene(model, TOKENS[:1])
+    assert widget.data["models"][0]["spec"] is None and not widget.weights
+    asked = {"tokens": TOKENS[0].tolist(), "change": {}, "at": 11}
+    with torch.no_grad():
+        assert widget.answer(asked)["loss"] == pytest.approx(float(model(TOKENS[:1], labels=TOKENS[:1]).loss), abs=1e-6)
 
 
 def scaled(model: torch.nn.Module, factor: float, part: str, centre: float = 0.0) -> torch.nn.Module:
