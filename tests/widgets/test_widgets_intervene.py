@@ -331,6 +331,11 @@ def test_the_reader_and_python_hear_of_each_other(where, chromium):
             shown.push()
             likeliest = f"{100 * float(chances[after].max()):.1f}%"
             shown.until(f"() => {CHOSEN} === {after} && {FIRST} === '{likeliest}'")
+        page.get_by_role("button", name="γ").click()
+        for gain, place in ((0.25, -2), (0.0, -4), (1 / 64, -4)):  # below 1/16 the slider is at its end
+            widget.change = {"gain": gain}
+            shown.push()
+            assert page.get_by_role("slider", name="γ, all blocks").input_value() == str(place)
         assert not errors
 
 

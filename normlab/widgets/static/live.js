@@ -336,7 +336,7 @@ function live(root, data, host) {
     const { flag, factor } = FIELDS[state.field], { layer } = input.dataset;
     const value = layer === "all" ? { ...AS_IS, ...state.change }[state.field] : changeAt(state.change, layer)[state.field];
     if (flag) input.checked = value;
-    else input.value = factor ? Math.log2(value) : value;
+    else input.value = factor ? Math.max(-OCTAVES, Math.log2(value)) : value; // the logarithm of 0 is no place
     const text = flag ? (value ? "exact" : "carried") : factor ? `×${+value.toPrecision(2)}` : String(+value.toPrecision(2));
     input.parentElement.firstChild.value = text.replace("×", "");
     input.setAttribute("aria-valuetext", text);
