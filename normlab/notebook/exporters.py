@@ -1,7 +1,8 @@
 """nbconvert exporters of executed notebooks, for readers without a kernel.
 
-Pages fetch nothing from the network. They share two files in their folder: `plotly.min.js`, and `explorer.html`
-(`normlab.widgets.explorer_page`), which replaces an explorer.
+Pages fetch nothing from the network. They share files in their folder: `plotly.min.js`, `explorer.html`
+(`normlab.widgets.explorer_page`), which replaces an explorer, and `model/index.html` (`normlab.widgets.live_page`),
+which replaces an `Intervene` of a model that comes with normlab.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from traitlets.config import Config
 
 from normlab.errors import NormlabError
 from normlab.files import whole_files
+from normlab.release import shipped_models
 from normlab.report.page import PLOTLY_FILE, dark_script, write_plotly
 
 EXPLORER_FILE = "explorer.html"
@@ -49,7 +51,7 @@ def _cleared(*tags: str) -> Config:
 
 
 class StandIns(Preprocessor):
-    """Replaces an explorer by its page, and other controls by a line; sets the page's title and figures' dark theme."""
+    """Replaces widgets by their page, their picture, or a line; sets the page's title and figures' dark theme."""
 
     def preprocess(self, nb: NotebookNode, resources: dict[str, Any]) -> tuple[NotebookNode, dict[str, Any]]:
         title, _ = claim_of(nb)
@@ -64,24 +66,25 @@ class StandIns(Preprocessor):
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if _WIDGET in data:
-                widget = str(data.get("text/plain", "")).partition("(")[0]
-                frame = _live_frame(widget, cell)
+                frame = _live_frame(str(data.get("text/plain", "")), cell)
                 still = {} if frame else {PLOTLY: data[PLOTLY]} if PLOTLY in data else {}
                 output["data"] = still or {"text/html": frame or _NEEDS_KERNEL}
         return cell, resources
 
 
 def _live_frame(widget: str, cell: NotebookNode) -> str:
-    """The page that replaces a widget; nothing where there is none."""
+    """The page that replaces a widget, by its text, such as "Intervene(bhyt-d8)"; nothing where there is none."""
+    kind, _, about = widget.partition("(")
+    model = about.removesuffix(")")
     tags = cell.metadata.get("tags", ())
     view = "&".join(tag.removeprefix(EXPLORER_TAG) for tag in tags if tag.startswith(EXPLORER_TAG))
     pages = {
         "NormExplorer": ("the explorer", f"{EXPLORER_FILE}#{view}"),
-        "Intervene": ("a trained model", f"{MODEL_FILE}#step=none"),
+        "Intervene": ("a trained model", f"{MODEL_FILE}#model={model}&against=&step=none"),
     }
-    if widget not in pages:
+    if kind not in pages or (kind == "Intervene" and model not in shipped_models()):
         return ""
-    title, source = pages[widget]
+    title, source = pages[kind]
     return f"<iframe class='explorer' title='{title}' loading='lazy' src='{source}'></iframe>"
 
 

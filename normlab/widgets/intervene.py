@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
@@ -14,6 +16,8 @@ from torch import nn
 from normlab.errors import NormlabError
 from normlab.figures import themed
 from normlab.figures.one_model import Answer, intervention
+from normlab.models.pretrained import load_model
+from normlab.release import shipped_models
 from normlab.widgets.change import Change, ask, ask_row
 from normlab.widgets.live import KERNEL, SCRIPTS, describe, model_spec, page_tokenizer, weights_of
 from normlab.widgets.plot import PageWidget, static_text
@@ -64,7 +68,17 @@ class Intervene(PageWidget):
         super().__init__(change={}, data=data | _words(model, tokenizer), weights=weights if about["spec"] else b"")
 
     def __repr__(self) -> str:
-        return f"Intervene({type(self.model).__name__})"
+        return f"Intervene({self._shipped_as or type(self.model).__name__})"
+
+    @cached_property
+    def _shipped_as(self) -> str:
+        """The name of the model that comes with normlab which the browser was given; empty if it is another."""
+        name = Path(getattr(self.model.config, "_name_or_path", "") or "").name
+        spec = self.data["models"][0]["spec"]
+        if spec is None or name not in shipped_models():
+            return ""
+        kept = load_model(name, dtype=next(self.model.parameters()).dtype)
+        return name if model_spec(kept) == spec and weights_of(kept) == self.weights else ""
 
     @traitlets.validate("change")
     def _check(self, proposal: Any) -> dict[str, Any]:

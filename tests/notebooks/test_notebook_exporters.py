@@ -12,17 +12,19 @@ import nbformat
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+import torch
 from figures_helpers import table
 from nbformat import NotebookNode
 from notebook_helpers import PLOTLY, WIDGET
 from PIL import Image
 from plotly.offline import get_plotlyjs
 
+import normlab
 from normlab.errors import NormlabError
 from normlab.figures import loss_curves
 from normlab.figures.theme import style_of, titled
 from normlab.notebook.exporters import ImageNotebook, NotebookPage, share_plotly
-from normlab.widgets import NormExplorer, explorer_page
+from normlab.widgets import Intervene, NormExplorer, explorer_page
 
 
 def frames_in(page: str) -> list[str]:
@@ -73,7 +75,32 @@ def test_other_controls_leave_their_picture_or_a_line_that_says_what_they_need()
     assert not frames_in(page) and 'class="needs-kernel"' in page and "SkipMap(" not in page
     page = page_of(executed(shows("SkipMap(children=())", **{PLOTLY: {"data": [], "layout": {}}})))
     assert 'draw("figure-' in page and '<p class="needs-kernel"' not in page and "SkipMap(" not in page
-    assert frames_in(page_of(executed(shows("Intervene(Model)")))) == ["model/index.html#step=none"]
+
+
+def test_a_page_of_models_stands_only_for_a_model_that_it_has():
+    ours = shows("Intervene(bhyt-d8)", **{PLOTLY: {"data": [], "layout": {}}})
+    assert frames_in(page_of(executed(ours))) == ["model/index.html#model=bhyt-d8&against=&step=none"]
+    for name in ("GPT2LMHeadModel", "NormlabForCausalLM", "bhyt-d9"):
+        page = page_of(executed(shows(f"Intervene({name})", **{PLOTLY: {"data": [], "layout": {}}})))
+        assert not frames_in(page) and 'draw("figure-' in page
+    assert 'class="needs-kernel"' in page_of(executed(shows("Intervene(GPT2LMHeadModel)")))
+
+
+def test_a_model_has_its_name_while_it_is_the_one_that_comes_with_normlab():
+    def shown(model: Any) -> str:
+        return Intervene(model, torch.arange(12)[None])._repr_mimebundle_()[0]["text/plain"]
+
+    model = normlab.load_model("lns-d4")
+    assert shown(model) == shown(normlab.load_model("lns-d4", dtype=torch.bfloat16)) == "Intervene(lns-d4)"
+    hook = model.register_forward_hook(lambda *_: None)
+    assert shown(model) == "Intervene(NormlabForCausalLM)"
+    hook.remove()
+    model.model.norm.eps *= 2
+    assert shown(model) == "Intervene(NormlabForCausalLM)"
+    model.model.norm.eps /= 2
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight[5, 7] += 1e-3
+    assert shown(model) == "Intervene(NormlabForCausalLM)"
 
 
 def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path, chromium):
