@@ -5,6 +5,7 @@ load          a saved or hub model by its own task: causal, masked or sequence-t
 batches       the batches it is run on
 check_input   refuse a text that no model can be run on
 check_size    refuse rows that hold nothing
+token_text    a token's text, with the space before it
 
 A model of images and text is measured on text alone, as a causal language model.
 """
@@ -354,6 +355,12 @@ def _images(loaded: Loaded, path: Path, rows: int) -> Batches:
         except Exception as error:  # Pillow's formats and image processors raise several kinds
             raise NormlabError(f"{file} cannot be read as an image: {in_one_line(error)}") from error
     return [{"pixel_values": piece} for piece in torch.cat(pixels).split(ROWS_A_BATCH)]
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """A token's text as it stands after another: with its space, which Llama 2's tokenizer drops at a text's start."""
+    alone, twice = tokenizer.decode([token]), tokenizer.decode([token, token])
+    return twice.removeprefix(alone) or alone if twice.startswith(alone) else alone
 
 
 def _read(path: Path) -> str:

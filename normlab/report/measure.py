@@ -36,7 +36,7 @@ from normlab.probes import (
 from normlab.probes.depth_use import LayerStates, layer_states, maps_between
 from normlab.probes.forward_call import IGNORED_LABEL
 from normlab.probes.outliers import FoundTokens
-from normlab.report.inputs import Batches, Loaded
+from normlab.report.inputs import Batches, Loaded, token_text
 
 if TYPE_CHECKING:
     import pandas
@@ -253,5 +253,7 @@ def _tokens(
 
 
 def _text(reader: Any, token: torch.Tensor) -> str:
-    """A token's text, with what does not print escaped."""
-    return repr(reader.decode([int(token)]))[1:-1]
+    """A token's text, with what does not print escaped. A space is the token's own, not one between all tokens."""
+    text, named = reader.decode([int(token)]), getattr(reader, "convert_ids_to_tokens", None)
+    is_whole = named is not None and named(int(token)) == text
+    return repr(text if is_whole else token_text(reader, int(token)))[1:-1]

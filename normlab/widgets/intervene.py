@@ -18,6 +18,7 @@ from normlab.figures import themed
 from normlab.figures.one_model import Answer, intervention
 from normlab.models.pretrained import load_model
 from normlab.release import shipped_models
+from normlab.report.inputs import token_text
 from normlab.widgets.change import Change, ask, ask_row
 from normlab.widgets.live import KERNEL, SCRIPTS, describe, model_spec, page_tokenizer, weights_of
 from normlab.widgets.plot import PageWidget, static_text
@@ -122,7 +123,8 @@ class Intervene(PageWidget):
         # Never a bare number: an axis would take it for one.
         if self.tokenizer is None:
             return f"#{token}"
-        return html.escape(f"{self.tokenizer.decode([token])!r} #{token}", quote=False)  # plotly takes tags for markup
+        text = token_text(self.tokenizer, token)
+        return html.escape(f"{text!r} #{token}", quote=False)  # plotly takes tags for markup
 
 
 def _words(model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def _words(model: Any, tokenizer: Any) -> dict[str, Any]:
     known = page_tokenizer(backend.to_str()) if backend is not None else None
     if known is not None:
         return {"tokenizer": known}
-    return {"vocabulary": [tokenizer.decode([token]) for token in range(model.config.vocab_size)]}
+    return {"vocabulary": [token_text(tokenizer, token) for token in range(model.config.vocab_size)]}
 
 
 def _encode(text: str | torch.Tensor | Sequence[Sequence[int]], tokenizer: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ import transformers as hf
 from hub_helpers import served
 from probe_zoo import tiny_llama
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from normlab.errors import NormlabError
@@ -25,8 +25,8 @@ from normlab.figures.theme import style_of
 from normlab.probes import layer_maps
 from normlab.report import probe_report, short_names
 from normlab.report.facts import growth, left_out_of_all, number, step
-from normlab.report.inputs import batches, load
-from normlab.report.measure import Measured, experiment, measure
+from normlab.report.inputs import batches, load, token_text
+from normlab.report.measure import Measured, _text, experiment, measure
 from normlab.report.page import cut_lines, series_page
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
@@ -207,6 +207,34 @@ def test_massive_activations_and_sinks_are_named_by_their_tokens(saved, tmp_path
     assert "Massive activations: 4 tokens of the first batch, “&lt;mask&gt;” at position 2, 10, 18 ...; " in page
     assert "<td>&lt;mask&gt;</td>" in page and "<mask>" not in page
     assert "In the first batch: |h| above 100 and above 1,000 times the layer&#x27;s median of |h|" in page
+
+
+def test_the_texts_of_tokens_in_a_row_are_the_text():
+    """Llama 2's decoder drops the space before the first word, BERT's writes one before each; GPT-2's keeps bytes."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    pieces = ["<unk>", "▁the", "the", "▁cat", "s", "▁", "▁▁", "<0x0A>", "<0xE2>", "<0x82>", "<0xAC>"]
+    words = ["[UNK]", "the", "cat", "##s", "."]
+    letters = ["Ġthe", "the", "Ġcat", "s", "â", "Ċ"]
+
+    def texts(decoder, vocabulary):
+        known = {piece: token for token, piece in enumerate(vocabulary)}
+        tokenizer = Tokenizer(models.WordLevel(known, unk_token=vocabulary[0]))
+        tokenizer.decoder = decoder
+        reader = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=vocabulary[0])
+        return reader, {piece: token_text(reader, token) for piece, token in known.items()}
+
+    reader, of_llama = texts(decoders.Sequence(steps), pieces)
+    row = ["▁the", "▁cat", "s", "<0x0A>", "the", "▁", "▁▁", "s"]
+    joined = "".join(of_llama[piece] for piece in row)
+    assert joined == " the cats\nthe   s" and joined[1:] == reader.decode([pieces.index(piece) for piece in row])
+    assert of_llama["<unk>"] == "<unk>" and of_llama["<0xE2>"] == "\ufffd"
+    # One that is named alone has only the space that tells it from another token.
+    assert [_text(reader, torch.tensor(token)) for token in range(4)] == ["<unk>", " the", "the", " cat"]
+    reader, of_bert = texts(decoders.WordPiece(), words)
+    assert of_bert == {"[UNK]": " [UNK]", "the": " the", "cat": " cat", "##s": "s", ".": "."}
+    assert [_text(reader, torch.tensor(token)) for token in range(5)] == words
+    _, of_gpt2 = texts(decoders.ByteLevel(), letters)
+    assert of_gpt2 == {"Ġthe": " the", "the": "the", "Ġcat": " cat", "s": "s", "â": "\ufffd", "Ċ": "\n"}
 
 
 def test_a_learned_sink_is_named_as_one(saved, tmp_path):

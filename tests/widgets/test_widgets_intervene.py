@@ -287,6 +287,14 @@ def test_words_of_a_tokenizer_are_no_markup():
     assert widget.data["vocabulary"][:2] == ["a", "<b>"]
 
 
+def test_words_are_told_from_the_ends_of_words_also_where_a_tokenizer_drops_the_first_space():
+    pieces = ["▁the", "the", "s", *(f"▁{place}" for place in range(47))]
+    drops = SimpleNamespace(decode=lambda ids: "".join(pieces[i] for i in ids).replace("▁", " ").removeprefix(" "))
+    widget = Intervene(model_of("lns"), TOKENS, drops)
+    assert widget.data["vocabulary"][:4] == [" the", "the", "s", " 0"]
+    assert (widget._word(0), widget._word(1)) == ("' the' #0", "'the' #1")
+
+
 # Which token is marked in the text, and the probability of the likeliest next one.
 CHOSEN = "[...document.querySelectorAll('.panel .text span')].findIndex(word => word.matches('.chosen'))"
 FIRST = "document.querySelector('.next .value')?.textContent"
