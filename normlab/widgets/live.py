@@ -304,7 +304,10 @@ def describe(model: Any, name: str) -> dict[str, Any]:
 
 
 def page_tokenizer(text: str) -> dict[str, Any] | None:
-    """Vocabulary and merges of a byte-level BPE from the text of a tokenizer.json; None for another kind."""
+    """A byte-level BPE from the text of a tokenizer.json: vocabulary, merges, and the ids that it puts `before` and
+    `after` every text; None for another kind."""
+    from tokenizers import Tokenizer
+
     content = json.loads(text)
     model, splits = content["model"], content.get("pre_tokenizer") or {}
     plain = splits.get("type") == "ByteLevel" and not splits.get("add_prefix_space") and not content.get("normalizer")
@@ -312,4 +315,10 @@ def page_tokenizer(text: str) -> dict[str, Any] | None:
         return None
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-    return {"vocab": model["vocab"], "merges": merges, "added": added}
+    tokenizer = Tokenizer.from_str(json.dumps(content | {"truncation": None, "padding": None}))
+    encoded = tokenizer.encode(next((piece for piece in model["vocab"] if piece.isascii()), ""))
+    inside = [place for place, row in enumerate(encoded.sequence_ids) if row is not None]  # of the text itself
+    if not inside:
+        return None
+    around = {"before": encoded.ids[: inside[0]], "after": encoded.ids[inside[-1] + 1 :]}
+    return {"vocab": model["vocab"], "merges": merges, "added": added} | around

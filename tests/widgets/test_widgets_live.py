@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from browser_helpers import browser_of, page_in
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 import normlab
 from normlab.cli import main
@@ -75,9 +75,25 @@ def test_the_tokenizer_is_that_of_tokenizers(browser):
         ask = "([source, data, texts]) => { const t = new Function(source + '; return bytePairs')()(data);"
         ask += " return texts.map(text => t.encode(text)); }"
         encoded = page.evaluate(ask, [static_text("tokenizer.js"), page_tokenizer(text), strings])
+        end = ("<|endoftext|>", 0)
+        for marks in (processors.BertProcessing(end, ("a", 7)), one_before(*end)):  # as RoBERTa's and OPT's
+            marked = Tokenizer.from_str(text)
+            marked.post_processor = marks
+            marked.enable_padding(length=99)
+            marked.enable_truncation(2)
+            data = page_tokenizer(marked.to_str())
+            marked.no_padding()
+            marked.no_truncation()
+            few = strings[:9]
+            for string, ids in zip(few, page.evaluate(ask, [static_text("tokenizer.js"), data, few]), strict=True):
+                assert ids == marked.encode(string).ids != truth.encode(string).ids, string
     assert len(strings) == 1000 and not errors
     for string, ids in zip(strings, encoded, strict=True):
         assert ids == truth.encode(string).ids, string
+
+
+def one_before(token: str, number: int) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, number)])
 
 
 def test_it_opens_from_a_file_and_answers_as_python_does(site, browser):

@@ -1,5 +1,5 @@
 /* Byte-level BPE, as GPT-2 and `tokenizers` have it: text to token ids, and a token's text. */
-function bytePairs({ vocab, merges, added }) {
+function bytePairs({ vocab, merges, added, before, after }) {
   // Each byte has a visible letter: printable Latin-1 stands for itself, the others follow from 256 on.
   const letters = Array.from({ length: 256 }, (_, byte) => byte);
   const visible = byte => (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
@@ -27,7 +27,7 @@ function bytePairs({ vocab, merges, added }) {
   const escaped = [...special.keys()].map(text => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
   const pieces = text => (escaped.length ? text.split(new RegExp(`(${escaped.join("|")})`)) : [text]);
   return {
-    encode: text => pieces(text).flatMap(piece => special.has(piece) ? special.get(piece) : (piece.match(WORDS) ?? []).flatMap(encodeWord)),
+    encode: text => [...before, ...pieces(text).flatMap(piece => special.has(piece) ? special.get(piece) : (piece.match(WORDS) ?? []).flatMap(encodeWord)), ...after],
     decode: id => special.has(texts[id]) ? texts[id] : new TextDecoder().decode(Uint8Array.from(texts[id] ?? "", letter => bytes[letter])),
   };
 }
