@@ -217,7 +217,9 @@ class Run:
         from normlab.models.pretrained import load_whole
 
         if not (self.path / WEIGHTS).is_file():
-            raise NormlabError(f"run {self.path} kept no weights; train it with keep_weights")
+            raise NormlabError(
+                f"run {self.path} kept no weights; train it again with keep_weights, in another directory"
+            )
         return load_whole(self.path)
 
 
@@ -545,9 +547,9 @@ def load_configs(path: str | Path) -> pd.DataFrame:
     rows = {}
     for run in _each(path, lambda run: run).values():
         fields = dict(run.manifest["config"]) | {"lr": rounded_rate(run.manifest["config"]["lr"])}
+        fields |= {name: value for name, value in LATER_FIELDS.items() if name not in fields}
         model = fields.pop("model", {})
         rows[run.name] = {"status": run.status, "eval_loss": run.eval_loss, **fields, **model}
-        fields |= {name: value for name, value in LATER_FIELDS.items() if name not in fields}
     table = pd.DataFrame.from_dict(rows, orient="index")
     table.index.name = "run"
     return table

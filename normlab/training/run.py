@@ -82,8 +82,8 @@ def train(
 
     Raises:
         NormlabError: a corpus that cannot be read, or an output directory that holds something else. Also a run of the
-            same name made from other text, or a number of ranks that does not divide the batch. A non-finite loss is no
-            error: the run ends with status "diverged".
+            same name made from other text, or finished without the weights that `config` keeps, or a number of ranks
+            that does not divide the batch. A non-finite loss is no error: the run ends with status "diverged".
     """
     if not isinstance(config, TrainConfig):
         raise NormlabError(f"{config!r:.80} is no TrainConfig")
@@ -225,6 +225,11 @@ def _finished(final: Path, work: Path, config: TrainConfig, manifest: dict[str, 
     """The finished run. NormlabError if it is damaged, or not the run that `config` asks for."""
     run = runs.read_run(final)
     require_same(run.manifest, config, manifest["corpus"])
+    if config.keep_weights and not (final / runs.WEIGHTS).is_file():
+        raise NormlabError(
+            f"run {final} is finished and kept no weights: delete it or use another directory to train it again, or "
+            "ask for no weights (--no-keep-weights)"
+        )
     run.table()  # raises if it cannot be read
     shutil.rmtree(work, ignore_errors=True)
     return run
