@@ -140,7 +140,7 @@ def _run(
     training = Training(config, corpus, accelerator)
     measurements = Measurements(config, corpus)
     log = measurements.log
-    checkpoints = Checkpoints(training, log, manifest, work)
+    checkpoints = Checkpoints(training, log, manifest, work, started)
     checkpoints.resume()
     resumed_from = training.done
     tokenizer = corpus.tokenizer() if config.keep_weights else None  # now: the cache may be gone in the end
@@ -171,13 +171,13 @@ def _run(
         if after is not None:
             store.write_stats(staged / store.EXPERIMENTS, after)
         measured = {
-            "wall_s": time.perf_counter() - started,
+            "wall_s": checkpoints.wall_s(),
             "tokens_per_s": training.tokens_per_s(),
             "compiled": training.compiled,
             "resumed_from_step": resumed_from,
         }
         results = results_of(training, measurements, diverged)
-        store.write_json(staged / store.MANIFEST, {**manifest, **results, "measured": measured})
+        store.write_json(staged / store.MANIFEST, {**checkpoints.manifest, **results, "measured": measured})
         runs.read_run(staged).table()  # read back, before the checkpoints go
         store.publish(staged, final)
     accelerator.wait_for_everyone()
