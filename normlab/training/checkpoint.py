@@ -178,19 +178,22 @@ def _newest_usable(work: Path, manifest: dict[str, Any]) -> Path | None:
         try:
             check_files(checkpoint)
         except NormlabError as error:
-            unusable.append(f"{_set_aside(checkpoint, 'damaged')} is a damaged checkpoint ({error}), set aside")
+            damaged = f"{_set_aside(checkpoint, 'damaged')} is a damaged checkpoint ({error}), set aside"
+            unusable.append((damaged, "stay the same"))
             continue
         if differs := _unlike(checkpoint, manifest):
             names = ", ".join(differs)
-            unusable.append(f"{_set_aside(checkpoint, 'other')} was begun with another {names}, set aside")
+            other = f"{_set_aside(checkpoint, 'other')} was begun with another {names}, set aside"
+            unusable.append((other, "may be others"))
         elif (checkpoint / STATE).is_file():
             newest = checkpoint
             break
         else:
-            unusable.append(f"{checkpoint} was written by an earlier version of normlab and cannot be read")
+            early = f"{checkpoint} was written by an earlier version of normlab and cannot be read"
+            unusable.append((early, "stay the same"))
     then = f"resumes from {newest.name}" if newest else "starts again from step 0, as no other can be used"
-    for reason in unusable:
-        warnings.warn(f"{reason}: the run {then}; its numbers stay the same", stacklevel=2)
+    for reason, numbers in unusable:
+        warnings.warn(f"{reason}: the run {then}; its numbers {numbers}", stacklevel=2)
     return newest
 
 
