@@ -260,8 +260,9 @@ def add(sweep: Path, folder: Path) -> Path | None:
         other = [] if there is None else [path.name for path in found if _has_another_text(path, there)]
         file = _write(folder, there, found)
     if other:
-        line = f"{len(other)} runs of {folder} were replaced by runs of the same names on another text: {other[0]}"
-        warnings.warn(line + ", ..." * (len(other) > 1), stacklevel=2)
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        line = f"{folder}: replaced by a run of the same name on another text: {other[0]}{more}"
+        warnings.warn(line, stacklevel=2)
     return file
 
 

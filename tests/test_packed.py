@@ -70,7 +70,7 @@ def test_a_packed_run_that_is_replaced_by_one_of_another_text_is_named(tmp_path)
         warnings.simplefilter("error")
         packed.add(tmp_path / "first", tmp_path / "data")
         packed.add(tmp_path / "same", tmp_path / "data")
-    with pytest.warns(UserWarning, match="2 runs of .* on another text: one, ...$"):
+    with pytest.warns(UserWarning, match="on another text: one and 1 more$"):
         packed.add(tmp_path / "other", tmp_path / "data")
     assert runs.read_run(tmp_path / "data" / "one").manifest["corpus"]["content_hash"] == "b"
 
