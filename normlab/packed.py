@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PureWindowsPath
@@ -247,14 +248,22 @@ def pack(folder: Path) -> Path:
 def add(sweep: Path, folder: Path) -> Path | None:
     """Add the finished runs of a sweep to the packed ones of a folder, without weights. None: it has no finished run.
 
-    Nothing changes in the sweep's directory, so it may still be running. A run that is there already is replaced.
+    Nothing changes in the sweep's directory, so it may still be running. A run that is there already is replaced, with
+    a warning if it is of another text.
     """
     found = sorted(path.parent for path in sweep.glob(f"*/{MANIFEST}"))
     if not found:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
-        return _write(folder, opened(folder), found)
+        there = opened(folder)
+        other = [] if there is None else [path.name for path in found if _has_another_text(path, there)]
+        file = _write(folder, there, found)
+    if other:
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        line = f"{folder}: replaced by a run of the same name on another text: {other[0]}{more}"
+        warnings.warn(line, stacklevel=2)
+    return file
 
 
 _FILES = (MANIFEST, *(f"{name}.parquet" for name in TABLES))
@@ -274,6 +283,21 @@ def _alone(folder: Path) -> Iterator[None]:
                 lock.unlink(missing_ok=True)
     except Timeout:
         raise NormlabError(f"another process packs the runs of {folder}: wait for it") from None
+
+
+def _has_another_text(path: Path, pack: Pack) -> bool:
+    """True if a run's name is in the pack, of a run on another text. False where one of the two does not say."""
+    if path.name not in pack.names:
+        return False
+    texts = {_content_hash(_text(path)), _content_hash(pack.manifest(path.name))}
+    return None not in texts and len(texts) > 1
+
+
+def _content_hash(manifest: str) -> str | None:
+    try:
+        return json.loads(manifest)["corpus"]["content_hash"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def _require_only_a_run(path: Path) -> None:

@@ -62,6 +62,12 @@ RECIPE = (
     "steps", "batch_size", "block_length", "heads", "kv_heads", "intermediate", "init_std", "weight_decay", "warmup",
     "min_lr_ratio", "gain_lr_ratio", "clip", "beta1", "beta2", "outlier_channels", "outlier_size",
 )  # fmt: skip
+# Fields of a configuration that manifests of earlier versions lack, and what those runs had.
+LATER_FIELDS: dict[str, Any] = {
+    "init_std": None, "gain_lr_ratio": 1.0, "stop_at": None, "stream": False, "held_out": "all", "experiment_blocks": 0,
+    "store_all": False, "log_every": 1, "dtype": "float32", "compile": False, "accumulate": 1,
+    "gradient_checkpointing": False, "fsdp": False, "device": "auto",
+}  # fmt: skip
 STATS_COLUMNS = list(Row._fields)
 COLUMNS = RUN_COLUMNS + STATS_COLUMNS
 SOURCE = "normlab.source"  # in the attrs of `load_runs`' table: where its runs are
@@ -211,7 +217,9 @@ class Run:
         from normlab.models.pretrained import load_whole
 
         if not (self.path / WEIGHTS).is_file():
-            raise NormlabError(f"run {self.path} kept no weights; train it with keep_weights")
+            raise NormlabError(
+                f"run {self.path} kept no weights; train it again with keep_weights, in another directory"
+            )
         return load_whole(self.path)
 
 
@@ -530,14 +538,16 @@ def load_configs(path: str | Path) -> pd.DataFrame:
     """The configuration of each run at or below `path`: one row per run, indexed by run.
 
     Columns: status, eval_loss, every field of `TrainConfig`, and every model field that one of the runs sets
-    (lam_input, gamma0, carried, ...). A model field is missing where a run leaves it at its default. Rates are rounded
-    as in `load_runs`. A run that cannot be read is named in a warning and left out. NormlabError: none is left.
+    (lam_input, gamma0, carried, ...). A field of `TrainConfig` that came after a run has the value that it had in that
+    run. A model field is missing where a run leaves it at its default. Rates are rounded as in `load_runs`. A run that
+    cannot be read is named in a warning and left out. NormlabError: none is left.
     """
     import pandas as pd
 
     rows = {}
     for run in _each(path, lambda run: run).values():
         fields = dict(run.manifest["config"]) | {"lr": rounded_rate(run.manifest["config"]["lr"])}
+        fields |= {name: value for name, value in LATER_FIELDS.items() if name not in fields}
         model = fields.pop("model", {})
         rows[run.name] = {"status": run.status, "eval_loss": run.eval_loss, **fields, **model}
     table = pd.DataFrame.from_dict(rows, orient="index")

@@ -62,6 +62,19 @@ def test_a_sweep_under_way_adds_what_it_has_finished(tmp_path):
     assert [path.name for path in runs.find_runs(sweep)] == ["first", "second"]
 
 
+def test_a_packed_run_that_is_replaced_by_one_of_another_text_is_named(tmp_path):
+    for sweep, text in (("first", "a"), ("same", "a"), ("other", "b")):
+        for name in ("one", "two"):
+            make_run(tmp_path / sweep, name, corpus={"unigram_entropy": 6.5, "content_hash": text})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        packed.add(tmp_path / "first", tmp_path / "data")
+        packed.add(tmp_path / "same", tmp_path / "data")
+    with pytest.warns(UserWarning, match="on another text: one and 1 more$"):
+        packed.add(tmp_path / "other", tmp_path / "data")
+    assert runs.read_run(tmp_path / "data" / "one").manifest["corpus"]["content_hash"] == "b"
+
+
 def test_only_runs_without_weights_are_packed(tmp_path):
     make_run(tmp_path)
     with pytest.raises(NormlabError, match="bhyt-a keeps its weights"):

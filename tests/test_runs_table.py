@@ -12,6 +12,7 @@ import pytest
 from training_helpers import CONFIG, make_run
 
 from normlab import NormlabError, load_runs, runs, store
+from normlab.training.config import TrainConfig
 
 
 def test_the_table_has_the_agreed_columns_and_types(tmp_path):
@@ -170,6 +171,23 @@ def test_configurations_have_the_rates_of_the_table(tmp_path):
     manifest["config"]["lr"] = 0.1 * 0.003
     (path / runs.MANIFEST).write_text(json.dumps(manifest))
     assert runs.load_configs(tmp_path)["lr"].tolist() == load_runs(tmp_path)["lr"].unique().tolist() == [0.0003]
+
+
+def test_configurations_have_the_fields_that_manifests_lack(tmp_path):
+    """Runs of before a field was added had its default; their precision was float32."""
+    config = TrainConfig(scheme="bhyt", lr=0.004, init_std=0.04, dtype="bfloat16", model={"gamma0": 2.0})
+    old = {name: value for name, value in config.to_dict().items() if name not in runs.LATER_FIELDS}
+    make_run(tmp_path, "new", config=config.to_dict())
+    make_run(tmp_path, "old", config=old)
+    table = runs.load_configs(tmp_path).drop(columns=["status", "eval_loss"])
+    fields = set(TrainConfig.__dataclass_fields__) - {"model"}
+    assert set(table) == fields | {"gamma0"}
+    for name, expected in (("new", config), ("old", TrainConfig.from_dict(old))):
+        values = expected.to_dict()
+        found = {field: None if pd.isna(value) else value for field, value in table.loc[name].items()}
+        assert found == values.pop("model") | values
+    shipped = runs.load_configs(Path(__file__).resolve().parents[1] / "data" / "depth")
+    assert fields <= set(shipped) and set(shipped["dtype"]) == {"float32"}
 
 
 def test_a_place_without_runs_is_refused(tmp_path):

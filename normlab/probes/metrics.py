@@ -232,7 +232,7 @@ _ROWS = (
            "learning rate", "", *SIZE, "model", "model"),
     Metric("tokens_per_s", "trained tokens per second of wall-clock time",
            "training speed", "tokens/s", "linear", "ratio", "model", "model"),
-    Metric("unigram_entropy", "cross-entropy of the held-out text under token frequencies alone",
+    Metric("unigram_entropy", "cross-entropy of all held-out text, validation and test, under token frequencies",
            "unigram entropy", "nats per token", *AMOUNT, "model", "model"),
     Metric("bigram_loss", "loss of a Witten-Bell bigram model of the training text on the same held-out blocks",
            "bigram loss", "nats per token", *AMOUNT, "model", "model"),

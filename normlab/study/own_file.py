@@ -12,7 +12,7 @@ from normlab.errors import NormlabError, in_one_line
 
 
 class OwnFile(NamedTuple):
-    """The file, the first digits of its hash, and what it defines."""
+    """The file, the first digits of its hash (of the file alone, not of what it imports), and what it defines."""
 
     path: Path
     digest: str

@@ -5,7 +5,7 @@
 
     checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states, losses not logged yet
                  stats.parquet    the log up to step N
-                 begun.json       the run's manifest before its first step
+                 begun.json       the run's manifest before its first step, and its seconds so far
                  stream.json      with `stream`: the position in the text
                  files.json       size and SHA-256 of all these files
 """
@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,18 @@ class Checkpoints:
     """The checkpoints of a run that is training, in its working directory. Every rank has to call each method.
 
     Args:
-        manifest: of the run before its first step.
+        started: `time.perf_counter()` when this process began with the run.
+
+    Attributes:
+        manifest: of the run before its first step. Once it is resumed, also `earlier_commits`: those of the processes
+            before this one, where the commit changed.
     """
 
-    def __init__(self, training: Training, log: RunLog, manifest: dict[str, Any], work: Path) -> None:
+    def __init__(
+        self, training: Training, log: RunLog, manifest: dict[str, Any], work: Path, started: float
+    ) -> None:
         self.training, self.log, self.manifest, self.work = training, log, manifest, work
+        self.started, self._seconds_before = started, 0.0
 
     def resume(self) -> None:
         """Continue from the newest one that can be used, if there is one.
@@ -57,10 +65,30 @@ class Checkpoints:
             self.log.restore(newest / store.STATS)
             if self.training.stream is not None:
                 self.training.stream.restore(json.loads((newest / STREAM).read_text()))
+            begun = json.loads((newest / BEGUN).read_text())
+            self._seconds_before = begun.get("measured", {}).get("wall_s", 0.0)  # not in those of earlier versions
         except Exception as error:  # of pickle, PyTorch or pyarrow
             raise NormlabError(
                 f"{newest} cannot be resumed ({first_line(error)}); delete it and start again"
             ) from error
+        self._name_commits(newest, begun)
+
+    def wall_s(self) -> float:
+        """Seconds of the run in all its processes: of each that ended, up to its last checkpoint."""
+        return self._seconds_before + time.perf_counter() - self.started
+
+    def _name_commits(self, checkpoint: Path, begun: dict[str, Any]) -> None:
+        earlier, last, here = begun.get("earlier_commits", []), begun["commit"], self.manifest["commit"]
+        if last != here:
+            earlier = [*earlier, last]
+            if self.training.accelerator.is_main_process:
+                warnings.warn(
+                    f"{checkpoint} was written at commit {last or 'unknown'}, and the run goes on at "
+                    f"{here or 'unknown'}: its numbers may be those of neither; the manifest names both",
+                    stacklevel=3,
+                )
+        if earlier:
+            self.manifest = {**self.manifest, "earlier_commits": earlier}
 
     def write(self) -> None:
         """Write one aside, sync, rename and read it back; then delete the older ones."""
@@ -75,7 +103,7 @@ class Checkpoints:
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 store.write_stats(staging / store.STATS, self.log.frame())
-                store.write_json(staging / BEGUN, self.manifest)
+                store.write_json(staging / BEGUN, {**self.manifest, "measured": {"wall_s": self.wall_s()}})
                 if training.stream is not None:
                     store.write_json(staging / STREAM, training.stream.position._asdict())
                 list_files(staging)
@@ -150,19 +178,22 @@ def _newest_usable(work: Path, manifest: dict[str, Any]) -> Path | None:
         try:
             check_files(checkpoint)
         except NormlabError as error:
-            unusable.append(f"{_set_aside(checkpoint, 'damaged')} is a damaged checkpoint ({error}), set aside")
+            damaged = f"{_set_aside(checkpoint, 'damaged')} is a damaged checkpoint ({error}), set aside"
+            unusable.append((damaged, "stay the same"))
             continue
         if differs := _unlike(checkpoint, manifest):
             names = ", ".join(differs)
-            unusable.append(f"{_set_aside(checkpoint, 'other')} was begun with another {names}, set aside")
+            other = f"{_set_aside(checkpoint, 'other')} was begun with another {names}, set aside"
+            unusable.append((other, "may be others"))
         elif (checkpoint / STATE).is_file():
             newest = checkpoint
             break
         else:
-            unusable.append(f"{checkpoint} was written by an earlier version of normlab and cannot be read")
+            early = f"{checkpoint} was written by an earlier version of normlab and cannot be read"
+            unusable.append((early, "stay the same"))
     then = f"resumes from {newest.name}" if newest else "starts again from step 0, as no other can be used"
-    for reason in unusable:
-        warnings.warn(f"{reason}: the run {then}; its numbers stay the same", stacklevel=2)
+    for reason, numbers in unusable:
+        warnings.warn(f"{reason}: the run {then}; its numbers {numbers}", stacklevel=2)
     return newest
 
 

@@ -36,7 +36,7 @@ def keep(root: str | Path, out: str | Path, cache_dir: str | Path | None = None)
     """
     found = [run for run in map(runs.read_run, runs.find_runs(root)) if (run.path / runs.WEIGHTS).is_file()]
     if not found:
-        raise NormlabError(f"no run in {root} kept its weights; train with --keep-weights")
+        raise NormlabError(f"no run in {root} kept its weights; train again with --keep-weights, in another directory")
     configs = [TrainConfig.from_dict(run.manifest["config"]) for run in found]
     name, count = Counter(map(name_of, configs)).most_common(1)[0]
     if count > 1:

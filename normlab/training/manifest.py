@@ -21,6 +21,7 @@ import torch
 
 from normlab import __version__, runs
 from normlab.training.config import AUTO, TrainConfig, require
+from normlab.training.distributed import device_of
 
 if TYPE_CHECKING:
     from normlab.training.loop import Training
@@ -92,10 +93,11 @@ def commit(package: Path = Path(__file__).parents[1]) -> str | None:
 
 
 def environment(device: str = "auto") -> dict[str, str]:
-    """Versions and machine: what else the last digits of a number depend on."""
+    """Versions and machine: what else the last digits of a number depend on. device: as in `TrainConfig`."""
     import tokenizers
     import transformers
 
+    taken = device_of(TrainConfig(device=device))
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -104,5 +106,5 @@ def environment(device: str = "auto") -> dict[str, str]:
         "normlab": __version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() and device != "cpu" else "cpu",
+        "device": torch.cuda.get_device_name() if taken.type == "cuda" else taken.type,
     }

@@ -82,8 +82,8 @@ def train(
 
     Raises:
         NormlabError: a corpus that cannot be read, or an output directory that holds something else. Also a run of the
-            same name made from other text, or a number of ranks that does not divide the batch. A non-finite loss is no
-            error: the run ends with status "diverged".
+            same name made from other text, or finished without the weights that `config` keeps, or a number of ranks
+            that does not divide the batch. A non-finite loss is no error: the run ends with status "diverged".
     """
     if not isinstance(config, TrainConfig):
         raise NormlabError(f"{config!r:.80} is no TrainConfig")
@@ -140,7 +140,7 @@ def _run(
     training = Training(config, corpus, accelerator)
     measurements = Measurements(config, corpus)
     log = measurements.log
-    checkpoints = Checkpoints(training, log, manifest, work)
+    checkpoints = Checkpoints(training, log, manifest, work, started)
     checkpoints.resume()
     resumed_from = training.done
     tokenizer = corpus.tokenizer() if config.keep_weights else None  # now: the cache may be gone in the end
@@ -171,13 +171,13 @@ def _run(
         if after is not None:
             store.write_stats(staged / store.EXPERIMENTS, after)
         measured = {
-            "wall_s": time.perf_counter() - started,
+            "wall_s": checkpoints.wall_s(),
             "tokens_per_s": training.tokens_per_s(),
             "compiled": training.compiled,
             "resumed_from_step": resumed_from,
         }
         results = results_of(training, measurements, diverged)
-        store.write_json(staged / store.MANIFEST, {**manifest, **results, "measured": measured})
+        store.write_json(staged / store.MANIFEST, {**checkpoints.manifest, **results, "measured": measured})
         runs.read_run(staged).table()  # read back, before the checkpoints go
         store.publish(staged, final)
     accelerator.wait_for_everyone()
@@ -225,6 +225,11 @@ def _finished(final: Path, work: Path, config: TrainConfig, manifest: dict[str, 
     """The finished run. NormlabError if it is damaged, or not the run that `config` asks for."""
     run = runs.read_run(final)
     require_same(run.manifest, config, manifest["corpus"])
+    if config.keep_weights and not (final / runs.WEIGHTS).is_file():
+        raise NormlabError(
+            f"run {final} is finished and kept no weights: delete it or use another directory to train it again, or "
+            "ask for no weights (--no-keep-weights)"
+        )
     run.table()  # raises if it cannot be read
     shutil.rmtree(work, ignore_errors=True)
     return run

@@ -6,7 +6,8 @@
 `cluster(kind, ...)`                  `Ray` or `Slurm`, ready to take runs
 
 A cluster's machines all have to see the output directory. A run whose worker is lost (killed, a node gone, its time
-over) is started again, up to `RETRIES` times. It resumes from its last checkpoint, on whichever machine.
+over) is started again, up to `RETRIES` times. It resumes from its last checkpoint where the machine computes alike
+(`normlab.training.manifest.environment`); elsewhere it starts again.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_a_packed_run_is_finished_and_is_read_from_an_address(text, done, go, tm
     packed.pack(copy.parent)
     copy.mkdir()  # as a kill leaves it
     monkeypatch.setattr(run_module, "_run", lambda *_: pytest.fail("trained again"))
-    assert go(tiny(text), copy.parent).manifest == done.manifest
+    assert go(tiny(text, keep_weights=False), copy.parent).manifest == done.manifest
     pd.testing.assert_frame_equal(normlab.load_runs(f"file://{copy.parent}"), done.table())
 
 

@@ -18,8 +18,9 @@ from training_helpers import tiny, write_text
 
 from normlab import NormlabError, runs, store
 from normlab.training.config import TrainConfig
+from normlab.training.text import source
 from normlab.training.text.corpus import Corpus, corpus_of
-from normlab.training.text.source import is_held_out
+from normlab.training.text.source import is_held_out, texts
 from normlab.training.text.stream import DOCUMENTS, StreamedBlocks
 
 pytest.importorskip("aiohttp")
@@ -31,8 +32,9 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Two compressed files, as C4's are, on a server of this machine."""
+def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A folder, and the address of a server of this machine that has its files: text.txt, and its documents in two
+    compressed files, as C4's are."""
     folder = tmp_path_factory.mktemp("web")
     documents = write_text(folder / "text.txt", 600).read_text().split("\n\n")
     for part, some in enumerate((documents[:250], documents[250:])):
@@ -41,9 +43,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     handler = functools.partial(_Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        here = f"http://127.0.0.1:{server.server_port}"
-        yield f"{here}/c4-0.json.gz,{here}/c4-1.json.gz"
+        yield folder, f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(web: tuple[Path, str]) -> str:
+    return f"{web[1]}/c4-0.json.gz,{web[1]}/c4-1.json.gz"
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +130,40 @@ def test_a_tokenizer_of_a_folder_is_loaded_as_one_of_the_hub(config, corpus, cac
     assert (take(streamed(loaded, found), 20) == take(streamed(config, corpus), 20)).all()
 
 
+def test_a_txt_at_an_address_is_the_same_corpus_as_the_file(config, cache, web):
+    here, there = (corpus_of(dataclasses.replace(config, corpus=f"{place}/text.txt"), cache) for place in web)
+    assert there.content_hash == here.content_hash and (there.held_out == here.held_out).all()
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
+def test_documents_of_a_txt_at_an_address_part_as_those_of_the_file(piece, web, monkeypatch):
+    folder, address = web
+    content = "\ufeffGrün\r\n\r\n\r\nzwei\r\nlines\n\n\n\nthree\n \n still three\n"
+    (folder / "odd.txt").write_bytes(content.encode())
+    monkeypatch.setattr(source, "PIECE", piece)
+    found = list(texts(f"{address}/odd.txt", "text"))
+    assert found == list(texts(str(folder / "odd.txt"), "text")) and len(found) == 3
+    assert [text for _, text in texts(f"{address}/odd.txt,{address}/odd.txt", "text")] == 2 * [t for _, t in found]
+    with pytest.raises(NormlabError, match="has no column 'body'"):
+        list(texts(f"{address}/odd.txt", "body"))
+
+
+def test_a_stream_of_a_txt_at_an_address_goes_on_where_it_was_saved(config, corpus, web):
+    config = dataclasses.replace(config, corpus=f"{web[1]}/text.txt,{web[1]}/text.txt")
+    first = streamed(config, corpus)
+    list(islice(first, 150))
+    again = streamed(config, corpus)
+    again.restore(json.loads(json.dumps(first.position._asdict())))
+    assert first.position.documents is not None, "read from the beginning"
+    assert (take(again, 12) == take(streamed(config, corpus), 162)[150:]).all()
+
+
 def test_addresses_that_cannot_be_read_are_one_line(address, cache):
     with pytest.raises(NormlabError, match=r"an address must end in one of \.txt"):
         corpus_of(tiny("https://example.org/page.html"), cache)
     with pytest.raises(NormlabError, match="^cannot read corpus 'http://127.*nowhere.json.gz'"):
         corpus_of(tiny(address.split("c4-0")[0] + "nowhere.json.gz"), cache)
+    with pytest.raises(NormlabError, match="^cannot read corpus 'http://127.*nowhere.txt'"):
+        corpus_of(tiny(address.split("c4-0")[0] + "nowhere.txt"), cache)
+    with pytest.raises(NormlabError, match=r"mixes kinds of files; keep one of \.txt"):
+        corpus_of(tiny("https://example.org/a.txt,https://example.org/b.jsonl"), cache)

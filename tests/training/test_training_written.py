@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,14 @@ from safetensors.torch import load_file
 from training_helpers import tiny, write_text
 
 import normlab
-from normlab import NormlabError, runs, store
+from normlab import NormlabError, packed, runs, store
+from normlab.training import manifest
 from normlab.training import run as run_module
+from normlab.training.checkpoint import list_files
 from normlab.training.config import TrainConfig
-from normlab.training.manifest import commit
+from normlab.training.manifest import commit, environment
 from normlab.training.run import train_from_manifest
+from normlab.training.sweep import sweep
 
 # --- what is written ---
 
@@ -62,6 +66,15 @@ def test_the_same_manifest_gives_the_same_numbers(done, cache, tmp_path):
     assert (again.path / runs.WEIGHTS).read_bytes() == (done.path / runs.WEIGHTS).read_bytes()
 
 
+def test_a_manifest_names_the_device_that_the_run_takes(monkeypatch):
+    assert environment("cpu")["device"] == "cpu"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    assert environment()["device"] == "mps" and environment("cpu")["device"] == "cpu"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+    assert environment()["device"] == "NVIDIA X"
+
+
 def test_a_kept_model_loads_with_its_tokenizer(done):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,7 +88,7 @@ def test_weights_are_left_out_on_request(text, go, tmp_path):
     run = go(tiny(text, keep_weights=False), tmp_path)
     assert {path.name for path in run.path.iterdir()} == {runs.MANIFEST, runs.STATS}
     assert list(tmp_path.iterdir()) == [run.path]
-    with pytest.raises(NormlabError, match="kept no weights"):
+    with pytest.raises(NormlabError, match="kept no weights; train it again with keep_weights, in another directory"):
         run.load_model()
 
 
@@ -86,6 +99,19 @@ def test_a_finished_run_is_not_trained_again(text, go, tmp_path, monkeypatch):
     run = go(tiny(text), tmp_path)
     monkeypatch.setattr(run_module, "_run", lambda *_: pytest.fail("trained again"))
     assert go(replace(tiny(text), threads=2, keep_weights=False, checkpoint_every=0), tmp_path).path == run.path
+
+
+def test_weights_that_a_finished_run_did_not_keep_are_refused_but_not_by_a_sweep(text, go, cache, tmp_path):
+    config = tiny(text, steps=2)
+    run = go(replace(config, keep_weights=False), tmp_path / "runs")
+    for is_packed in (False, True):
+        with pytest.raises(NormlabError, match=f"run {run.path} is finished and kept no weights: .*another directory"):
+            go(config, tmp_path / "runs")
+        result = sweep([config], tmp_path / "runs", cache_dir=cache, workers=1, threads=1, progress=False)
+        assert [each.name for each in result.runs] == [run.name] and not result.failures
+        assert go(replace(config, keep_weights=False), tmp_path / "runs").manifest == run.manifest
+        if not is_packed:
+            packed.pack(tmp_path / "runs")
 
 
 def test_a_run_that_another_process_finishes_before_the_lock_is_taken_is_not_trained_again(
@@ -131,6 +157,64 @@ def test_checkpoints_of_another_thread_count_are_not_continued(text, go, tmp_pat
     _break_off(monkeypatch, go, config, tmp_path, KeyboardInterrupt())  # type: ignore[arg-type]
     assert list((tmp_path / store.PARTIAL / config.run_id).glob("checkpoint-*"))
     assert go(replace(config, threads=2), tmp_path).manifest["measured"]["resumed_from_step"] == 0
+
+
+def test_a_resumed_run_has_the_seconds_of_all_its_processes_and_names_their_commits(
+    done, text, go, stop, tmp_path, monkeypatch
+):
+    config = tiny(text)
+
+    def at(commit: str | None) -> None:
+        monkeypatch.setattr(manifest, "commit", lambda: commit)
+
+    at("a" * 40)
+    stop(config, tmp_path, 2)
+    begun = _begun_of(config, tmp_path, 2)
+    assert 0 < begun["measured"]["wall_s"] < 1000
+    _rewrite(config, tmp_path, 2, {**begun, "measured": {"wall_s": 5000.0}})
+    at("b" * 40)
+    with pytest.warns(UserWarning, match=f"checkpoint-2 was written at commit {'a' * 40}, .* goes on at {'b' * 40}"):
+        stop(config, tmp_path, 4)
+    assert _begun_of(config, tmp_path, 4)["earlier_commits"] == ["a" * 40]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = go(config, tmp_path)
+    assert run.manifest["commit"] == "b" * 40 and run.manifest["earlier_commits"] == ["a" * 40]
+    assert 5000 < run.manifest["measured"]["wall_s"] < 6000
+    assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
+    assert "earlier_commits" not in done.manifest
+
+
+def test_a_checkpoint_that_does_not_know_its_seconds_is_resumed(text, go, stop, tmp_path):
+    config = tiny(text)
+    stop(config, tmp_path, 2)
+    begun = _begun_of(config, tmp_path, 2)
+    del begun["measured"]
+    _rewrite(config, tmp_path, 2, begun)
+    run = go(config, tmp_path)
+    assert run.manifest["measured"]["resumed_from_step"] == 2 and "earlier_commits" not in run.manifest
+
+
+def test_a_checkpoint_of_another_processor_is_set_aside_without_a_promise_of_the_same_numbers(
+    text, go, stop, tmp_path, monkeypatch
+):
+    config = tiny(text, steps=4)
+    stop(config, tmp_path, 2)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    with pytest.warns(UserWarning, match="begun with another cpu_capability, .*; its numbers may be others$"):
+        run = go(config, tmp_path)
+    assert run.manifest["measured"]["resumed_from_step"] == 0
+
+
+def _begun_of(config: TrainConfig, out: Path, step: int) -> dict[str, Any]:
+    return json.loads((out / store.PARTIAL / config.run_id / f"checkpoint-{step}" / "begun.json").read_text())
+
+
+def _rewrite(config: TrainConfig, out: Path, step: int, begun: dict[str, Any]) -> None:
+    checkpoint = out / store.PARTIAL / config.run_id / f"checkpoint-{step}"
+    store.write_json(checkpoint / "begun.json", begun)
+    (checkpoint / "files.json").unlink()
+    list_files(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ class Corpus:
     token's number does not fit.
     content_hash: of every document, in order. tokenizer_hash: of vocabulary, merges and normalisation.
     vocab_size: ids up to the tokenizer's largest, some perhaps not used.
-    unigram_entropy, ngram_losses: see `normlab.training.text.tokens`; nats per token, (2, held-out blocks).
+    unigram_entropy, ngram_losses: see `normlab.training.text.tokens`; nats per token. The first is of all held-out
+    text, both halves; the others are (2, held-out blocks).
     validation_blocks: the first so many held-out blocks are the half "validation". None: every other one is.
     files: path and first token of each held-out file, in order, if text is split by file.
     """

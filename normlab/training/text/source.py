@@ -22,6 +22,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, PackagePath, distribution
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,11 +150,14 @@ def open_documents(source: str, text_column: str = "text") -> IterableDataset:
     local = [glob.escape(str(path.absolute())) for path in _local_files(source)]
     files = source.split(",") if source.startswith(WEB) else local
     if files:
-        builder = BUILDERS[_suffix(files[0])]
-        options: dict[str, Any] = {"sample_by": "paragraph"} if builder == "text" else {}
-        if source.startswith(WEB):
-            options["storage_options"] = {"client_kwargs": {"timeout": _timeout()}}
-        stream = datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
+        builder, is_web = BUILDERS[_suffix(files[0])], source.startswith(WEB)
+        if builder == "text" and is_web:
+            stream = datasets.IterableDataset.from_generator(_paragraphs, gen_kwargs={"addresses": files})
+        else:
+            options: dict[str, Any] = {"sample_by": "paragraph"} if builder == "text" else {}
+            if is_web:
+                options["storage_options"] = _web_options()
+            stream = datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
     else:
         name, _, configuration = source.partition(":")
         with hub_or_cache(name):
@@ -161,13 +165,32 @@ def open_documents(source: str, text_column: str = "text") -> IterableDataset:
     return stream.map(lambda row: {"key": row[text_column], "text": row[text_column]}).select_columns(["key", "text"])
 
 
-def _timeout() -> Any:
-    """The limit for each answer, not for the whole file."""
+def _paragraphs(addresses: list[str]) -> Iterator[dict[str, str]]:
+    """The documents of .txt files at addresses, parted as those of files here.
+
+    datasets names an encoding where it opens text, which no address takes.
+    """
+    from datasets import DownloadConfig
+    from datasets.utils.file_utils import xopen
+
+    web = DownloadConfig(storage_options=_web_options())
+    for address in addresses:
+        with xopen(address, "rb", download_config=web) as content, TextIOWrapper(content, encoding="utf-8") as file:
+            left = ""
+            while piece := file.read(PIECE):
+                *whole, left = (left + piece).split("\n\n")
+                yield from ({"text": text} for text in whole if text)
+            if left:
+                yield {"text": left}
+
+
+def _web_options() -> dict[str, Any]:
+    """A limit for each answer, not for the whole file."""
     try:
         from aiohttp import ClientTimeout
     except ImportError:
         raise NormlabError("a corpus at an address needs aiohttp: pip install 'normlab[web]'") from None
-    return ClientTimeout(sock_connect=ANSWER_SECONDS, sock_read=ANSWER_SECONDS)
+    return {"client_kwargs": {"timeout": ClientTimeout(sock_connect=ANSWER_SECONDS, sock_read=ANSWER_SECONDS)}}
 
 
 def texts(source: str, text_column: str, stream: Iterable[dict[str, Any]] | None = None) -> Iterator[tuple[str, str]]:
@@ -257,8 +280,11 @@ def _local_files(source: str) -> list[Path]:
     path = Path(source).expanduser()
     known = ", ".join(BUILDERS)
     if source.startswith(WEB):
-        if any(_suffix(address) not in BUILDERS for address in source.split(",")):
+        kinds = {BUILDERS.get(_suffix(address)) for address in source.split(",")}
+        if None in kinds:
             raise NormlabError(f"corpus {source!r}: an address must end in one of {known}")
+        if len(kinds) > 1:
+            raise NormlabError(f"corpus {source!r} mixes kinds of files; keep one of {known}")
         return []
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) in BUILDERS)
