@@ -273,6 +273,31 @@ def test_no_noise_of_the_clock_makes_a_deep_run_cost_nothing_or_more_than_all_it
     assert seconds.of(configs[-1]) == pytest.approx(deep)
 
 
+def test_steps_are_timed_for_each_width_batch_and_block_length(monkeypatch, text):
+    monkeypatch.setattr(estimate, "_step_seconds", lambda c, *_: c.depth * c.width * c.batch_size**2 * c.block_length)
+    one = TrainConfig(corpus=str(text), steps=1, eval_every=0, probe_every=0)
+    kinds = {}, {"width": 512}, {"batch_size": 16}, {"batch_size": 4, "block_length": 2 * one.block_length}
+    configs = [replace(one, depth=depth, **kind) for kind in kinds for depth in (2, 4, 16)]
+    seconds = estimate._Seconds([])
+    seconds.measure(configs[3:], None, False)
+    assert [math.isnan(seconds.of(config)) for config in configs] == [True] * 3 + [False] * 9
+    seconds.measure(configs, None, False)
+    for config in configs:
+        assert seconds.of(config) == pytest.approx(estimate._step_seconds(config))
+
+
+def test_a_run_that_diverged_early_tells_no_hours(text, tmp_path):
+    preset, out = small_preset(text), tmp_path / "out"
+    options = dict(workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
+    first, second = planned(preset, threads=1, keep_weights=False)[:2]
+    measured = {"wall_s": 7200.0, "resumed_from_step": 0, "tokens_per_s": 1.0}
+    write_run(first, out, eval_loss=None, measured=measured | {"wall_s": 1.0})
+    assert plan(preset, out, **options).table["hours"].isna().all()
+    write_run(second, out, measured=measured)
+    table = plan(preset, out, **options).table
+    assert set(table.loc[table["depth"] == 2, "hours"]) == {2.0} and table["done"].sum() == 2
+
+
 def test_a_sweep_lists_its_runs_and_the_hours_that_finished_runs_tell(text, tmp_path, monkeypatch):
     preset, out = small_preset(text), tmp_path / "out"
     monkeypatch.setattr(estimate, "train", lambda *_, **__: pytest.fail("it trained"))
