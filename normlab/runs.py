@@ -56,11 +56,11 @@ class Row(NamedTuple):
 
 
 RUN_COLUMNS = ["run", "scheme", "depth", "width", "seed", "lr", "status", "dtype", "recipe"]
-# Fields of a configuration that decide how a model is trained, beside those that are columns. Texts are told apart by
-# their n-gram losses.
+# Fields of a configuration that decide how a model is trained, beside those that are columns and those of the model.
+# Texts are told apart by their n-gram losses.
 RECIPE = (
     "steps", "batch_size", "block_length", "heads", "kv_heads", "intermediate", "init_std", "weight_decay", "warmup",
-    "min_lr_ratio", "gain_lr_ratio", "clip", "beta1", "beta2", "outlier_channels", "outlier_size",
+    "min_lr_ratio", "gain_lr_ratio", "clip", "beta1", "beta2", "outlier_channels", "outlier_size", "stream",
 )  # fmt: skip
 # Fields of a configuration that manifests of earlier versions lack, and what those runs had.
 LATER_FIELDS: dict[str, Any] = {
@@ -68,6 +68,7 @@ LATER_FIELDS: dict[str, Any] = {
     "store_all": False, "log_every": 1, "dtype": "float32", "compile": False, "accumulate": 1,
     "gradient_checkpointing": False, "fsdp": False, "device": "auto",
 }  # fmt: skip
+MODEL = "model."  # begins the name of a model field in a recipe; one that is not named is at its default
 STATS_COLUMNS = list(Row._fields)
 COLUMNS = RUN_COLUMNS + STATS_COLUMNS
 SOURCE = "normlab.source"  # in the attrs of `load_runs`' table: where its runs are
@@ -208,7 +209,9 @@ class Run:
 
     def _keys(self) -> dict[str, Any]:
         config = {"dtype": "float32"} | self.manifest["config"]  # manifests without the field are of float32 runs
-        config["recipe"] = " ".join(f"{name}={_short(config[name])}" for name in RECIPE if name in config)
+        recipe = {name: _short(config[name]) for name in RECIPE if name in config}
+        recipe |= {MODEL + name: _short(value, none="null") for name, value in sorted(config.get("model", {}).items())}
+        config["recipe"] = " ".join(f"{name}={text}" for name, text in recipe.items())
         keys = {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
         return keys | {"lr": rounded_rate(config["lr"])} if "lr" in config else keys
 
@@ -234,11 +237,14 @@ def _long(parts: Sequence[tuple[Run, pd.DataFrame, list[Row]]]) -> pd.DataFrame:
     return _with_keys(runs, tables)
 
 
-def _short(value: float | None) -> str:
-    """A setting as text: 5 and 5.0 are one."""
+def _short(value: Any, none: str = "default") -> str:
+    """A setting as text without blanks: 5 and 5.0 are one."""
     if value is None:
-        return "default"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+        return none
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), sort_keys=True)
+    return "_".join(text.split())
 
 
 def rounded_rate(rate: float) -> float:
@@ -460,7 +466,8 @@ def load_runs(path: str | Path | Iterable[str | Path], *, variants: bool = True)
 
     - lr: to six digits, so that rates that differ by a rounding are one.
     - dtype: of matrix products in training steps.
-    - recipe: how a model of that shape was trained, "steps=6000 batch_size=8 ...". The corpus is not part of it.
+    - recipe: how a model of that shape was trained, "steps=6000 batch_size=8 ...". Fields that change the model come
+      last, as "model.lam_input=10". The corpus is not part of it.
     - step: optimizer steps done; 0 is before training.
     - tokens: trained so far.
     - split: "train", "eval" or "probe".

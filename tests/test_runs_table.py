@@ -37,6 +37,14 @@ def test_runs_of_one_recipe_have_one_text(tmp_path):
     assert recipes.tolist() == [["init_std=default warmup=0.1 clip=5"]] * 2 + [["warmup=0.1"]]
 
 
+def test_a_recipe_says_what_is_streamed_and_each_change_of_the_model(tmp_path):
+    model = {"tie_word_embeddings": False, "lam_input": 10.0, "carried": "exact", "calibration": [1, 2.5], "bend": None}
+    make_run(tmp_path, config=CONFIG | {"stream": True, "model": model})
+    *first, last = load_runs(tmp_path)["recipe"].iloc[0].split(" model.lam_input=")
+    assert first == ["stream=true model.bend=null model.calibration=[1,2.5] model.carried=exact"]
+    assert last == "10 model.tie_word_embeddings=false"
+
+
 def test_the_table_holds_every_value_once(tmp_path):
     make_run(tmp_path)
     table = load_runs(tmp_path)

@@ -20,7 +20,7 @@ import pandas as pd
 
 from normlab.errors import NormlabError
 from normlab.probes.metrics import NGRAM_LOSSES, metric_row
-from normlab.runs import COLUMNS, DIVERGED, FINISHED, NOT_LEARNED, rounded_rate  # noqa: F401  (figures read no files)
+from normlab.runs import COLUMNS, DIVERGED, FINISHED, MODEL, NOT_LEARNED, rounded_rate  # noqa: F401  (for figures)
 from normlab.schemes import SCHEMES
 
 NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype", "recipe"))
@@ -238,7 +238,10 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def unlike(recipes: pd.Series) -> pd.DataFrame:
-    """The fields in which recipes of `normlab.load_runs` differ, one column each. What one lacks is not compared."""
+    """The fields in which recipes of `normlab.load_runs` differ, one column each.
+
+    What one lacks is not compared, but for a model field, which is at its default there.
+    """
     fields = _fields(recipes)
     return fields.loc[:, fields.nunique() > 1]
 
@@ -246,7 +249,8 @@ def unlike(recipes: pd.Series) -> pd.DataFrame:
 def _fields(recipes: pd.Series) -> pd.DataFrame:
     """The fields of recipes as text, one column each."""
     rows = [dict(item.partition("=")[::2] for item in recipe.split()) for recipe in recipes]
-    return pd.DataFrame(rows, index=recipes.index)
+    fields = pd.DataFrame(rows, index=recipes.index)
+    return fields.fillna({name: "default" for name in fields if name.startswith(MODEL)})
 
 
 def unlike_in_words(recipes: pd.Series) -> str:

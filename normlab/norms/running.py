@@ -158,7 +158,8 @@ class RunningNorm(Norm):
     """``y = gamma * x / sqrt(s + eps) + beta``, with s a running mean of x^2 per feature.
 
     s is the same for every token, so a trained norm is a fixed gain. In training the subclass chooses s and its
-    gradient. While ``warming``, s is the present batch's, of this rank: tokens see the batch's later ones.
+    gradient. While ``warming``, s is the present pass's: tokens see the batch's later ones. Each rank, and each part of
+    an accumulated batch, is a pass with an s of its own, so their number moves the training.
 
     gamma = ``weight``, beta = ``bias``, s = ``mean_square`` and nu = ``gradient`` have shape ``(d,)``.
 

@@ -2,8 +2,9 @@
 
 `plan(preset, out)`   a `Plan`: one row per run in order, with hours of one core
 
-Hours are those of finished runs of the same shape below `out`. Asked to, it times a few steps where there are none, at
-two depths: time grows linearly with depth, and measurements count in steps (`progress.steps_in_all`).
+Hours are those of finished runs of the same shape below `out`; a diverged run, which ended early, tells none. Asked to,
+it times a few steps where there are none, at two depths of each width, batch, precision, ...: time grows linearly with
+depth, and measurements count in steps (`progress.steps_in_all`).
 """
 
 from __future__ import annotations
@@ -132,33 +133,42 @@ class _Seconds:
     def __init__(self, done: Sequence[runs.Run]) -> None:
         times: dict[tuple, list[float]] = {}
         for run in done:
-            if run.manifest["measured"].get("resumed_from_step") == 0:
+            if run.manifest["measured"].get("resumed_from_step") == 0 and run.status != runs.DIVERGED:
                 config = TrainConfig.from_dict(run.manifest["config"])
                 seconds = run.manifest["measured"]["wall_s"] * config.threads
                 times.setdefault(_shape(config), []).append(seconds)
         self.known = {shape: statistics.median(seconds) for shape, seconds in times.items()}
-        self.steps: dict[int, float] = {}
+        self.steps: dict[tuple, dict[int, float]] = {}  # by depth, of each kind of block
 
     def measure(self, configs: Sequence[TrainConfig], cache_dir: Any, progress: bool) -> None:
-        """Time steps at the two smallest depths that are not known."""
-        missing = [config for config in configs if _shape(config) not in self.known]
-        for depth in sorted({config.depth for config in missing})[:2]:
-            config = next(config for config in missing if config.depth == depth)
-            self.steps[depth] = _step_seconds(config, cache_dir, progress)
+        """Time steps at the two smallest depths that are not known, of each kind of block."""
+        missing: dict[tuple, dict[int, TrainConfig]] = {}
+        for config in configs:
+            if _shape(config) not in self.known:
+                missing.setdefault(_block(config), {}).setdefault(config.depth, config)
+        for block, by_depth in missing.items():
+            shallow = sorted(by_depth)[:2]
+            self.steps[block] = {depth: _step_seconds(by_depth[depth], cache_dir, progress) for depth in shallow}
 
     def of(self, config: TrainConfig) -> float:
         if (known := self.known.get(_shape(config))) is not None:
             return known
-        if not self.steps:
+        if (steps := self.steps.get(_block(config))) is None:
             return math.nan
-        (shallow, first), *rest = self.steps.items()
+        (shallow, first), *rest = steps.items()
         slope = (rest[0][1] - first) / (rest[0][0] - shallow) if rest else first / (shallow + 2)
         slope = min(max(slope, 0.0), first / shallow)  # on a noisy machine the deeper may have been the faster
         return (first + slope * (config.depth - shallow)) * steps_in_all(config)
 
 
 def _shape(config: TrainConfig) -> tuple:
-    return config.depth, config.width, config.last_step, config.tokens_per_step, config.dtype, config.compile
+    return config.depth, config.last_step, *_block(config)
+
+
+def _block(config: TrainConfig) -> tuple:
+    """What the time of a step depends on beside the depth and the scheme."""
+    size = config.width, config.intermediate, config.vocab_size
+    return *size, config.batch_size, config.block_length, config.dtype, config.compile
 
 
 def _step_seconds(config: TrainConfig, cache_dir: Any, progress: bool) -> float:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,8 @@ from normlab.training.rates import Choice, Choices, Pair, Rates, Trial
 class Variant:
     """A change to runs of a preset.
 
-    fields: of TrainConfig, instead of the preset's; `model` entry by entry. schemes: by default those of the part.
+    fields: of TrainConfig, instead of the preset's; `model` entry by entry. Runs with an `lr` of their own need no
+    choice of one. schemes: by default those of the part.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +43,8 @@ class Part:
         kept: depths whose seed 0 keeps its weights.
         best: train only that many schemes, those with the lowest loss at their best rate, and none whose runs diverged.
             Where the preset has one rate, seed 0 of each scheme decides.
-        rate_of: the scheme whose learning rate all of the part take; by default each its own.
+        rate_of: the scheme whose learning rate all of the part take; by default each its own. This part or one before
+            has that scheme.
     """
 
     depths: Mapping[int, int]
@@ -59,6 +62,11 @@ class Part:
     def trained(self) -> tuple[str, ...]:
         """The schemes that some variant is of."""
         return tuple(s for s in self.schemes if any(s in (v.schemes or self.schemes) for v in self.variants))
+
+    def tried_in(self, scheme: str) -> Variant:
+        """The variant that tries a scheme's rates: the first of this scheme without one of its own, if there is one."""
+        own = [v for v in self.variants if scheme in (v.schemes or self.schemes)]
+        return next((v for v in own if "lr" not in v.fields), own[0])
 
 
 @dataclass(frozen=True)
@@ -110,17 +118,22 @@ class Preset:
         if part.best is None and not isinstance(self.rate, Rates):
             return []
         depths = sorted({self.tried_at(depth) for depth in part.depths})
-        return [(scheme, depth) for depth in depths for scheme in part.trained]
+        schemes = [s for s in part.trained if part.best is not None or "lr" not in part.tried_in(s).fields]
+        return [(scheme, depth) for depth in depths for scheme in schemes]
 
     def trial(self, part: Part, pair: Pair, lr: float, **more: Any) -> TrainConfig:
-        """Seed 0 of a scheme at a rate, in the first variant that is of this scheme.
+        """Seed 0 of a scheme at a rate, in the variant that tries them.
 
-        NormlabError: it would have no held-out loss to choose by.
+        NormlabError: it would have no held-out loss to choose by, or a rate of its own where several are to be tried.
         """
         scheme, depth = pair
-        variant = next(v for v in part.variants if scheme in (v.schemes or part.schemes))
-        fields = merged({**more, "keep_weights": depth in part.kept}, variant.fields)
+        fields = merged({**more, "keep_weights": depth in part.kept}, part.tried_in(scheme).fields)
         config = self.config(scheme, depth, 0, lr, fields)
+        if isinstance(self.rate, Rates) and config.lr != lr:
+            raise NormlabError(
+                f"preset {self.name} tries rates of {scheme} at depth {depth}, and all its runs there are given lr "
+                f"{config.lr:g}: leave that out"
+            )
         if not config.has_choice_loss:
             raise NormlabError(
                 f"preset {self.name} chooses by the held-out loss, and runs of {scheme} at depth {depth} have none: "
@@ -130,7 +143,7 @@ class Preset:
 
     def grid(self, part: Part, choices: Choices, **more: Any) -> list[TrainConfig]:
         """A part's runs, in the order in which partial results say most: seed 0 at every depth first, shallow before
-        deep. A scheme without a choice is left out."""
+        deep. A scheme without a choice is left out where it needs one."""
         order = sorted((seed, depth) for depth, seeds in part.depths.items() for seed in range(seeds))
         configs = []
         for seed, depth in order:
@@ -138,11 +151,36 @@ class Preset:
             for variant in part.variants:
                 for scheme in variant.schemes or part.schemes:
                     choice = self.choice_for(part.rate_of or scheme, depth, choices)
-                    if scheme in entered and choice is not None:
+                    rate = variant.fields.get("lr") if choice is None else choice.lr
+                    if scheme in entered and rate is not None:
                         keep = {"keep_weights": seed == 0 and depth in part.kept}
                         fields = merged({**more, **keep}, variant.fields)
-                        configs.append(self.config(scheme, depth, seed, choice.lr, fields))
+                        configs.append(self.config(scheme, depth, seed, rate, fields))
         return configs
+
+    def require_rates(self, part: Part, tried: Mapping[Pair, Mapping[str, Any]]) -> None:
+        """Refuse a part with runs at a rate that is not chosen, or that is chosen for another variant.
+
+        A rate that is chosen for unchanged runs is every variant's.
+
+        Args:
+            tried: the fields of the variant that tries the rates of each pair, in this part or one before.
+        """
+        takers = [v for v in part.variants if "lr" not in v.fields] if isinstance(self.rate, Rates) else []
+        for variant, depth in itertools.product(takers, part.depths):
+            for scheme in (s for s in part.schemes if s in (variant.schemes or part.schemes)):
+                pair = source, at = part.rate_of or scheme, self.tried_at(depth)
+                if pair not in tried:
+                    raise NormlabError(
+                        f"preset {self.name} gives {scheme} the rate of {source}, which is not tried before at depth "
+                        f"{at}: train {source} too"
+                    )
+                if tried[pair] not in ({}, variant.fields):
+                    raise NormlabError(
+                        f"preset {self.name} chooses the rate of {source} at depth {at} by runs with "
+                        f"{dict(tried[pair])}, and gives it to runs with {dict(variant.fields)}: train unchanged runs "
+                        "before both, or give one of them an lr"
+                    )
 
     def entered(self, part: Part, depth: int, choices: Choices) -> Sequence[str]:
         """The schemes of a part that are trained at a depth, given the choices.
@@ -201,21 +239,25 @@ def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
     """Hand a preset's stages to `train`, one after another, and return the choices of rates.
 
     more: fields of TrainConfig for all runs, below the preset's own. NormlabError: a choice is to be made between runs
-    without a held-out loss.
+    without a held-out loss, or none of the rates that a part's runs need (`Preset.require_rates`).
     """
     choices: dict[Pair, Choice] = {}
     if not any(map(preset.tried, preset.parts)):  # all parts share one pool of workers
         train([config for part in preset.parts for config in preset.grid(part, {}, **more)])
         return choices
     rates = preset.rate if isinstance(preset.rate, Rates) else Rates((preset.rate,), ())
+    tried: dict[Pair, Mapping[str, Any]] = {}
     for part in preset.parts:
+        own = {pair: part.tried_in(pair[0]).fields for pair in preset.tried(part)}
+        tried = own | tried
+        preset.require_rates(part, tried)
 
         def losses(trials: Sequence[Trial], part: Part = part) -> dict[Trial, float]:
             configs = [preset.trial(part, *trial, **more) for trial in trials]
             known = train(configs)
             return {t: known[c.run_id] for t, c in zip(trials, configs, strict=True) if c.run_id in known}
 
-        if pairs := [pair for pair in preset.tried(part) if pair not in choices]:
+        if pairs := [pair for pair, fields in own.items() if pair not in choices and fields == tried[pair]]:
             choices |= rates.choose(pairs, losses)
         train(preset.grid(part, choices, **more))
     return choices

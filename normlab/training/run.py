@@ -83,7 +83,8 @@ def train(
     Raises:
         NormlabError: a corpus that cannot be read, or an output directory that holds something else. Also a run of the
             same name made from other text, or finished without the weights that `config` keeps, or a number of ranks
-            that does not divide the batch. A non-finite loss is no error: the run ends with status "diverged".
+            that does not divide the batch, or that the scheme cannot have. A non-finite loss is no error: the run ends
+            with status "diverged".
     """
     if not isinstance(config, TrainConfig):
         raise NormlabError(f"{config!r:.80} is no TrainConfig")

@@ -241,6 +241,20 @@ def test_what_runs_were_trained_unlike_in_names_schemes_apart_and_depths():
     assert choose(runs, 2).recipes() == ""
 
 
+def test_a_comparison_says_that_one_side_s_model_is_changed_or_its_text_streamed():
+    plain = "clip=1 stream=false"
+    changed = plain.replace("false", "true") + " model.attention_dropout=0.9"
+    sides = [one_run("pre_rmsnorm").assign(recipe=plain), one_run("lns").assign(recipe=changed)]
+    for order in (sides, sides[::-1]):
+        said = choose(pd.concat(order, ignore_index=True)).recipes()
+        assert sorted(said.removeprefix("trained unlike: ").split(", ")) == [
+            "model.attention_dropout 0.9 and default (Pre-LN)",
+            "stream false and true (LNS)",
+        ]
+    alike = pd.concat([side.assign(recipe=changed) for side in sides], ignore_index=True)
+    assert choose(alike).recipes() == ""
+
+
 def test_a_step_without_a_held_out_loss_names_those_that_have_one():
     runs = pd.concat([one_run(scheme) for scheme in ("bhyt", "lns")], ignore_index=True)
     logged = runs[runs["metric"].eq("loss") & runs["step"].eq(20)].assign(split="train", step=15)

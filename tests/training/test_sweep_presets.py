@@ -16,7 +16,7 @@ from normlab.training import estimate
 from normlab.training import sweep as sweep_module
 from normlab.training.config import TrainConfig
 from normlab.training.estimate import plan
-from normlab.training.grids import Part, Preset, Variant, planned
+from normlab.training.grids import Part, Preset, Variant, planned, walk
 from normlab.training.rates import Choice, Rates
 
 
@@ -198,6 +198,69 @@ def test_a_depth_takes_the_rate_of_the_deepest_tried_depth_not_above_it():
     assert [rates.depth_for(depth) for depth in (2, 4, 8, 15, 16, 64)] == [4, 4, 4, 4, 16, 16]
 
 
+AT_ONE_RATE, CHANGED, LARGER = (
+    Variant({"lr": 0.1}),
+    Variant({"model": {"lam_input": 9.0}}),
+    Variant({"model": {"lam_input": 12.0}}),
+)
+
+
+def losses_known(preset: Preset) -> set[tuple[str, float, int, bool]]:
+    """Scheme, rate, seed, and whether the model is changed, of all runs. 0.2 is best, and 0.4 for changed models."""
+    runs_by_id: dict[str, TrainConfig] = {}
+
+    def train(configs):
+        runs_by_id.update((config.run_id, config) for config in configs)
+        return {c.run_id: abs(math.log(c.lr / (0.4 if c.model else 0.2))) for c in configs}
+
+    walk(preset, train)
+    return {(c.scheme, c.lr, c.seed, bool(c.model)) for c in runs_by_id.values()}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_runs_with_a_rate_of_their_own_neither_need_a_choice_nor_make_one(first, text):
+    parts = Part({2: 1}, ("lns",), (AT_ONE_RATE,)), Part({2: 2}, ("lns",), (AT_ONE_RATE, Variant()))
+    found = losses_known(small_preset(text, parts=parts if first else parts[::-1]))
+    assert found == {("lns", lr, 0, False) for lr in (0.1, 0.2, 0.4)} | {("lns", lr, 1, False) for lr in (0.1, 0.2)}
+    fixed = small_preset(text, parts=parts[:1])
+    assert not fixed.tried(parts[0]) and losses_known(fixed) == {("lns", 0.1, 0, False)}
+
+
+def test_a_rate_that_is_chosen_for_a_changed_model_is_for_that_model_alone(text):
+    def found(*variants: Variant) -> set[float]:
+        parts = tuple(Part({2: 2}, ("bhyt",), (variant,)) for variant in variants)
+        return {lr for _, lr, seed, _ in losses_known(small_preset(text, parts=parts)) if seed == 1}
+
+    assert found(CHANGED, CHANGED) == {0.4} and found(Variant(), CHANGED) == {0.2}
+    for other in (Variant(), LARGER):
+        with pytest.raises(NormlabError, match="test chooses the rate of bhyt at depth 2 by runs with .*: 9.0}}, and "):
+            found(CHANGED, other)
+
+
+def test_a_rate_that_cannot_be_chosen_is_refused_before_anything_is_trained(text, tmp_path, monkeypatch):
+    fake = InProcess()
+    monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
+    best_of_one_rate = small_preset(text, parts=(Part({2: 1}, ("lns", "bhyt"), (AT_ONE_RATE,), best=1),))
+    without_source = small_preset(text, parts=(Part({2: 1}, ("lns",), rate_of="bhyt"), Part({2: 1}, ("bhyt",))))
+    for preset, words in (
+        (best_of_one_rate, "preset test tries rates of lns at depth 2, and all its runs there are given lr 0.1: leave"),
+        (without_source, "test gives lns the rate of bhyt, which is not tried before at depth 2: train bhyt too"),
+    ):
+        for call in (lambda preset: quiet_sweep(preset, tmp_path), planned):
+            with pytest.raises(NormlabError, match=words):
+                call(preset)
+    assert not fake.started
+
+
+def test_schemes_of_the_grid_are_trained_as_in_all_of_it_or_refused():
+    grid = get_preset("grid")
+    with pytest.raises(NormlabError, match="gives bhyt_linear the rate of bhyt_exact, .*: train bhyt_exact too"):
+        planned(grid.only(["bhyt_linear"], None))
+    both, whole = planned(grid.only(["bhyt_linear", "bhyt_exact"], None)), planned(grid)
+    changed = {c.run_id for c in both if c.model}
+    assert changed == {c.run_id for c in whole if "gamma0" in c.model} and len(changed) == 8
+
+
 @pytest.mark.parametrize(("at_four", "deep"), [(0.4, 1.0), (1.5, 4.5), (9.0, 8.0)])
 def test_no_noise_of_the_clock_makes_a_deep_run_cost_nothing_or_more_than_all_its_blocks(
     monkeypatch, text, at_four, deep
@@ -208,6 +271,31 @@ def test_no_noise_of_the_clock_makes_a_deep_run_cost_nothing_or_more_than_all_it
     seconds = estimate._Seconds([])
     seconds.measure(configs, None, False)
     assert seconds.of(configs[-1]) == pytest.approx(deep)
+
+
+def test_steps_are_timed_for_each_width_batch_and_block_length(monkeypatch, text):
+    monkeypatch.setattr(estimate, "_step_seconds", lambda c, *_: c.depth * c.width * c.batch_size**2 * c.block_length)
+    one = TrainConfig(corpus=str(text), steps=1, eval_every=0, probe_every=0)
+    kinds = {}, {"width": 512}, {"batch_size": 16}, {"batch_size": 4, "block_length": 2 * one.block_length}
+    configs = [replace(one, depth=depth, **kind) for kind in kinds for depth in (2, 4, 16)]
+    seconds = estimate._Seconds([])
+    seconds.measure(configs[3:], None, False)
+    assert [math.isnan(seconds.of(config)) for config in configs] == [True] * 3 + [False] * 9
+    seconds.measure(configs, None, False)
+    for config in configs:
+        assert seconds.of(config) == pytest.approx(estimate._step_seconds(config))
+
+
+def test_a_run_that_diverged_early_tells_no_hours(text, tmp_path):
+    preset, out = small_preset(text), tmp_path / "out"
+    options = dict(workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
+    first, second = planned(preset, threads=1, keep_weights=False)[:2]
+    measured = {"wall_s": 7200.0, "resumed_from_step": 0, "tokens_per_s": 1.0}
+    write_run(first, out, eval_loss=None, measured=measured | {"wall_s": 1.0})
+    assert plan(preset, out, **options).table["hours"].isna().all()
+    write_run(second, out, measured=measured)
+    table = plan(preset, out, **options).table
+    assert set(table.loc[table["depth"] == 2, "hours"]) == {2.0} and table["done"].sum() == 2
 
 
 def test_a_sweep_lists_its_runs_and_the_hours_that_finished_runs_tell(text, tmp_path, monkeypatch):
