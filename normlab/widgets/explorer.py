@@ -251,7 +251,7 @@ def _opens_on_log(profiles: Profiles, view: View) -> bool:
     if not span or span[0] <= 0:
         return False
     shown = [line.values for line in profiles.lines(view) if line.scheme in view.schemes]
-    return bool(span[-1] > 3 * np.nanmax(np.concatenate(shown)))
+    return bool(shown) and bool(span[-1] > 3 * np.nanmax(np.concatenate(shown)))
 
 
 def _drawings(

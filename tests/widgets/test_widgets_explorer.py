@@ -230,6 +230,13 @@ def test_it_shows_what_there_is_and_says_what_is_missing():
     assert "(nothing of Pre-LN, gain λ/κ)" in silent
 
 
+def test_it_opens_on_schemes_that_were_not_measured_at_its_step():
+    explorer = NormExplorer(pd.concat([one_run("pre_rmsnorm"), one_run("lns", status="diverged")]), schemes=["lns"])
+    assert "LNS: diverged, nothing measured at step 20" in explorer.figure.layout.annotations[0].text
+    explorer.step = 0
+    assert len(drawn(explorer.figure, "lns")) == 5 and not explorer.log
+
+
 def test_one_run_any_name_and_unknown_schemes():
     assert len(drawn(NormExplorer(one_run("bhyt")).figure, "bhyt")) == 5
     with pytest.raises(NormlabError, match="no run of 'lns'"):
