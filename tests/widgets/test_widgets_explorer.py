@@ -260,7 +260,8 @@ PLOT = "document.querySelector('.plot')"
 
 def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
     """The widget's script in a browser: views come from the kernel, and its code makes the same figure."""
-    explorer = NormExplorer(table(), configs=configs_of(table()))
+    explorer = NormExplorer(two_rates(), configs=configs_of(two_rates()))
+    explorer.rate = None  # before it is shown
     seen: list[int] = []
     explorer.observe(lambda change: seen.append(change["new"]), names="step")
     with page_of(chromium) as (page, errors):
@@ -271,7 +272,7 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         page.keyboard.press("Home")
         shown.until(f"() => {PLOT}.layout.title.text.includes('before training')")
         shown.until(lambda: explorer.step == 0)
-        assert seen == [0]
+        assert seen == [0] and explorer.rate is None
         explorer.depth, explorer.schemes, explorer.step = 2, ["lns", "bhyt"], 10
         shown.push()
         shown.until(line, ["BHyT", 3])  # fewer lines have their titles as names, in a legend
@@ -288,8 +289,8 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         lines = page.locator("pre").first.inner_text().splitlines()
         shown.until(lambda: explorer.theory and not explorer.band)
         assert explorer.step == 10  # the second view is its own
-        monkeypatch.setattr(normlab, "load_runs", lambda path: table(), raising=False)
-        monkeypatch.setattr(normlab, "read_configs", lambda path: configs_of(table()), raising=False)
+        monkeypatch.setattr(normlab, "load_runs", lambda path: two_rates(), raising=False)
+        monkeypatch.setattr(normlab, "read_configs", lambda path: configs_of(two_rates()), raising=False)
         names: dict[str, Any] = {}
         exec("\n".join([*lines[:2], "figure = " + lines[2]]), names)
         assert names["figure"].to_plotly_json() == explorer.figure.to_plotly_json()
