@@ -277,6 +277,7 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         shown.push()
         shown.until(line, ["BHyT", 3])  # fewer lines have their titles as names, in a legend
         page.locator("[name=more]").click()
+        page.get_by_role("button", name="code").click()  # and it follows
         page.locator("[name=theory]").check()
         shown.until(f"() => {PLOT}.data.length === 6")
         page.locator("[name=band]").uncheck()
@@ -284,8 +285,6 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         shown.until("() => document.querySelectorAll('.plot')[1]?.layout?.xaxis.range[1] === 4")  # another depth
         page.locator("[name=step]").last.focus()
         page.keyboard.press("Home")
-        page.get_by_role("button", name="code").first.click()
-        shown.until("() => document.querySelector('pre').textContent !== ''")
         lines = page.locator("pre").first.inner_text().splitlines()
         shown.until(lambda: explorer.theory and not explorer.band)
         assert explorer.step == 10  # the second view is its own

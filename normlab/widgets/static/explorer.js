@@ -164,6 +164,7 @@ function explorerPane(data, host, state, told, beside) {
     find(".remarks").textContent = [...said, state.theory && now?.remarks.theory, state.log && now?.remarks.log, printed && printed.remark]
       .filter(Boolean).join(" · ");
     plot.show({ data: traces, layout: structuredClone(layout) }); // plotly writes into what it draws
+    if (!find("pre").hidden) find("pre").textContent = code();
     told(state);
   }
 
@@ -243,7 +244,7 @@ function explorerPane(data, host, state, told, beside) {
     link.href = URL.createObjectURL(new Blob([["scheme,layer,value,low,high", ...lines, ""].join("\n")], { type: "text/csv" }));
     link.click();
   });
-  at("code").addEventListener("click", () => {
+  const code = () => {
     const way = { absolute: {}, relative: { relative: true } }[state.way] ?? { reference: state.way };
     const options = { site: state.site, mask: state.mask, depth: state.depth, step: state.step, schemes: state.schemes, ...way, band: state.band, log: state.log, theme: host.dark() ? "dark" : "light" };
     if (state.schemes.length === data.schemes.length) delete options.schemes;
@@ -251,7 +252,10 @@ function explorerPane(data, host, state, told, beside) {
     if (data.rates[state.depth].length > 1) given.push(`rate=${state.rate ?? '"best"'}`);
     if (state.theory) given.push(`theory=normlab.read_configs(${python(data.source)})`);
     if (state.published) given.push("published=normlab.load_published()");
-    find("pre").textContent = `import normlab\nruns = normlab.load_runs(${python(data.source)})\nnormlab.figures.profile(runs, ${python(state.metric)}, ${given.join(", ")})`;
+    return `import normlab\nruns = normlab.load_runs(${python(data.source)})\nnormlab.figures.profile(runs, ${python(state.metric)}, ${given.join(", ")})`;
+  };
+  at("code").addEventListener("click", () => {
+    find("pre").textContent = code();
     find("pre").hidden = false;
   });
 
