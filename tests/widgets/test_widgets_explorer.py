@@ -300,6 +300,16 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         for scheme in ("lns", "bhyt"):
             values = numbers[numbers["scheme"] == scheme]["value"].tolist()
             assert values == pytest.approx(profile(scheme, 2, 10), rel=1e-3)
+        page.locator("[name=published]").first.check()
+        diamonds = "(PLOT?.data ?? []).find(trace => trace.name === 'published')?.y".replace("PLOT", PLOT)
+        shown.until(f"() => {diamonds}")
+        shown.until(lambda: explorer.published)
+        assert page.evaluate(diamonds) == drawn(explorer.figure, "published") != []
+        explorer.schemes = ["rmsnorm_gain"]
+        shown.push()
+        shown.until(f"() => {PLOT}.data.length === 2 && !{diamonds} && {PLOT}.layout.yaxis.range[1] < 100")
+        assert drawn(explorer.figure, "published") == [] and explorer.figure.layout.yaxis.range[1] < 100
+        assert "diamonds" not in page.locator(".remarks").first.inner_text()
         assert not errors
 
 

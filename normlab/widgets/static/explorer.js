@@ -47,6 +47,20 @@ function someLabels(labels, titles) {
   const pick = list => kept.map(place => list[place]);
   return { ...labels, x: pick(labels.x), y: pick(labels.y), text: pick(labels.text), textfont: { ...labels.textfont, color: pick(labels.textfont.color) } };
 }
+/* The published values of the schemes that are shown, with the axes' ranges that show them; null without any. */
+function somePublished(published, schemes) {
+  const kept = (published?.schemes ?? []).map((_, place) => place).filter(place => schemes.includes(published.schemes[place]));
+  if (!kept.length) return null;
+  const pick = list => kept.map(place => list[place]), { trace } = published, x = pick(trace.x);
+  const errors = { ...trace.error_y, array: pick(trace.error_y.array) }, marker = { ...trace.marker, color: pick(trace.marker.color) };
+  const ranges = Object.fromEntries(Object.entries(published.ranges).map(([kind, own]) => [kind, around(schemes.map(name => own[name]))]));
+  return { trace: { ...trace, x, y: pick(trace.y), text: pick(trace.text), error_y: errors, marker }, ranges, deepest: Math.max(...x), remark: published.remark };
+}
+/* One range around all of these that are there; null without any. */
+function around(ranges) {
+  const known = ranges.filter(Boolean);
+  return known.length ? [Math.min(...known.map(range => range[0])), Math.max(...known.map(range => range[1]))] : null;
+}
 
 /* One view: its controls and its plot. `told` hears of every state; `beside` gives the value axes of the other views. */
 function explorerPane(data, host, state, told, beside) {
@@ -121,15 +135,15 @@ function explorerPane(data, host, state, told, beside) {
   }
   function draw() {
     const frame = now?.frames[now.steps.indexOf(state.step)], kind = state.log ? "log" : "linear", { depth, step } = state;
-    const printed = state.published ? now?.published : null, all = shown().length === data.schemes.length;
+    const printed = state.published ? somePublished(now?.published, state.schemes) : null, all = shown().length === data.schemes.length;
     at("log").disabled = now?.axes.linear?.type === "log"; // ratios have no other
     // With fewer lines the linear axis fits those; their names, placed for the whole axis, go into a legend. So with published values.
     const fits = shown().length && (printed || (kind === "linear" && !all));
     const axis = { ...now?.axes[kind] };
     if (fits && (kind === "linear" || printed)) {
-      const ranges = kind === "linear" ? shown().map(({ name }) => now.ranges[name]) : [axis.range];
-      const known = [...ranges, printed?.ranges[kind]].filter(Boolean);
-      if (known.length) axis.range = [Math.min(...known.map(range => range[0])), Math.max(...known.map(range => range[1]))];
+      const ranges = shown().map(({ name }) => now.ranges[name]);
+      const range = around([...(kind === "linear" ? ranges : [axis.range]), printed?.ranges[kind]]);
+      if (range) axis.range = range;
       axis.tickmode = "auto";
     }
     width = find(".plot").clientWidth;
