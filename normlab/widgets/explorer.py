@@ -270,7 +270,8 @@ def _drawings(
     """A view with all its steps.
 
     `traces` and `layout` are those of the first step, `frames` what differs at each. `axes` has a logarithmic one and
-    the usual one (for ratios the same). `ranges` has the range of the usual one that shows a scheme alone.
+    the usual one (for ratios the same). `ranges` has the range of the usual one that shows a scheme alone, `predicted`
+    the one that shows what theory predicts of it.
     """
     steps = profiles.steps(view.metric, view.site, view.mask, view.depth, view.rate)
     traces: dict[str, dict[str, Any]] = {}
@@ -296,6 +297,7 @@ def _drawings(
             }
         )
     on_log = axes.get("linear", {}).get("type") == "log"
+    predicted = profiles.predicted(view) if theory else []
     return {
         "steps": steps,
         "traces": list(traces.values()),
@@ -303,6 +305,7 @@ def _drawings(
         "frames": frames,
         "axes": plain(axes, _DIGITS),
         "ranges": {name: axis_bounds(profiles.span(replace(view, schemes=(name,))), on_log) for name in view.schemes},
+        "predicted": {line.scheme: axis_bounds(line.values, on_log) for line in predicted},
         "published": _printed(profiles, view, published),
         "remarks": {
             "theory": theory_remark(profiles, view) if theory else "",

@@ -308,6 +308,9 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         explorer.schemes = ["rmsnorm_gain"]
         shown.push()
         shown.until(f"() => {PLOT}.data.length === 2 && !{diamonds} && {PLOT}.layout.yaxis.range[1] < 100")
+        low, high = page.evaluate(f"{PLOT}.layout.yaxis.range")
+        values = page.evaluate(f"{PLOT}.data.flatMap(trace => trace.y)")
+        assert low <= min(values) and max(values) <= high  # theory's too
         assert drawn(explorer.figure, "published") == [] and explorer.figure.layout.yaxis.range[1] < 100
         assert "diamonds" not in page.locator(".remarks").first.inner_text()
         assert not errors

@@ -99,9 +99,15 @@ def holds(bounds: list[float], values: list[float]) -> bool:
     return bounds[0] <= min(values) and max(values) <= bounds[1]
 
 
-def test_a_range_that_fits_a_scheme_fits_its_published_values_too():
-    profiles = Profiles(table())
+def test_a_range_that_fits_a_scheme_fits_its_theory_and_its_published_values_too():
+    profiles = Profiles(table(), configs_of(table()))
     views = page_data(profiles)["views"]
+    for way in ("absolute", "pre_rmsnorm"):
+        view = views[f"block_out|token_l2_mean|all|4|best|{way}"]
+        assert set(view["predicted"]) == set(SCHEMES)
+        for scheme, bounds in view["predicted"].items():
+            said = shown_at(view, 20, f"{scheme} theory")["y"]
+            assert holds(bounds, np.log10(said).tolist() if way == "pre_rmsnorm" else said)
     printed = views["block_out|token_l2_mean|all|4|best|absolute"]["published"]
     own: dict[str, list[float]] = {}
     for scheme, value in zip(printed["schemes"], printed["trace"]["y"], strict=True):

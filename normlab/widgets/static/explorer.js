@@ -141,7 +141,7 @@ function explorerPane(data, host, state, told, beside) {
     const fits = shown().length && (printed || (kind === "linear" && !all));
     const axis = { ...now?.axes[kind] };
     if (fits && (kind === "linear" || printed)) {
-      const ranges = shown().map(({ name }) => now.ranges[name]);
+      const ranges = shown().flatMap(({ name }) => [now.ranges[name], state.theory && now.predicted[name]]);
       const range = around([...(kind === "linear" ? ranges : [axis.range]), printed?.ranges[kind]]);
       if (range) axis.range = range;
       axis.tickmode = "auto";
