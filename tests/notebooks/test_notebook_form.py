@@ -10,6 +10,8 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from notebook_helpers import NOTEBOOKS, PLOTLY
 
+import normlab.widgets
+
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 MOST_CELLS, MOST_LINES, MOST_COLUMNS = 20, 15, 120
 FIRST_CELLS = 8  # what is found stands among them
@@ -89,3 +91,19 @@ def test_the_first_code_cell_installs_normlab_in_colab_and_does_nothing_elsewher
     address = project.get("urls", {}).get("Repository")
     wanted = f"{project['name']}[notebooks]" + (f" @ git+{address}" if address else "")
     assert ran == [("pip", f'install --quiet "{wanted}"')]
+
+
+@pytest.mark.parametrize("name", ["00_start_here", "03_norm_explorer"])
+def test_an_explorer_has_all_runs_that_its_code_and_its_page_have(name, monkeypatch):
+    given: list[tuple[object, str]] = []
+
+    def opened(runs: object, *, source: str, **_: object) -> types.SimpleNamespace:
+        given.append((runs, source))
+        return types.SimpleNamespace()
+
+    monkeypatch.setattr(normlab.widgets, "NormExplorer", opened)
+    monkeypatch.setattr(normlab, "load_runs", lambda path, variants=True: (path, variants), raising=False)
+    monkeypatch.setattr(normlab, "read_configs", lambda path: {}, raising=False)
+    (source,) = (source for source in code_of(name) if "explorer = NormExplorer(" in source)
+    exec(source, dict(normlab=normlab, NormExplorer=opened, RUNS="folder", runs="those that are compared", papers=None))
+    assert given == [(("folder", False), "folder")]
