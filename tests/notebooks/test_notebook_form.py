@@ -1,6 +1,7 @@
 """Notebooks read like a paper, with what was found near the top, and are committed as plain images."""
 
 import json
+import re
 import sys
 import tomllib
 import types
@@ -11,6 +12,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from notebook_helpers import NOTEBOOKS, PLOTLY
 
 import normlab.widgets
+from normlab.widgets.plot import static_text
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 MOST_CELLS, MOST_LINES, MOST_COLUMNS = 20, 15, 120
@@ -107,3 +109,12 @@ def test_an_explorer_has_all_runs_that_its_code_and_its_page_have(name, monkeypa
     (source,) = (source for source in code_of(name) if "explorer = NormExplorer(" in source)
     exec(source, dict(normlab=normlab, NormExplorer=opened, RUNS="folder", runs="those that are compared", papers=None))
     assert given == [(("folder", False), "folder")]
+
+
+def test_words_on_a_widget_name_what_it_has():
+    exercise = cells_of("02_bhyt_stability")[-1].source
+    (chart,) = re.findall(r"the dotted bound under \*(.+?)\*", exercise)
+    assert f'"{chart}"' in static_text("live.js")
+    about = cells_of("03_norm_explorer")[0].source
+    named = re.findall(r"\*(\w+)\*", about[about.index("Under *more*") :])
+    assert named == ["more", "PNG", "SVG", "CSV", "code"] and "Each view has its own" in about
