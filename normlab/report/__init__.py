@@ -178,7 +178,7 @@ def _series(
     missing: dict[str, list[tuple[str, str]]] = {}
     schemes: dict[str, str] = {}
     states: dict[str, TextStates | str] = {}
-    about = ""
+    read: dict[str, str] = {}
     for case, held, path in cases:
         data = batches(held[0], path, length, rows)
         stacks = measure(held[0], data)
@@ -193,7 +193,7 @@ def _series(
         table = _table(stacks)
         table.insert(0, by, label)
         tables.append(table)
-        about = f"One model on {len(losses)} texts" if by == "text" else _about(data, path)
+        read[label] = _about(data, path)
         del stacks, data  # which know the model
     table = pandas.concat(tables, ignore_index=True)
     shorter = short_names(named.values())
@@ -203,6 +203,12 @@ def _series(
         for pairs in missing.values():
             pairs.append(("layer_maps", mapped))
         mapped = None
+    about = read[label]
+    if by == "text" or len(set(read.values())) > 1:  # each says what it read
+        count = f"{len(read)} {by}s"
+        one = {"text": f"One model on {count}", "revision": f"One model at {count} on {path.name}"}
+        about = one.get(by, f"{count} on {path.name}")
+        losses = {label: f"{read[label]}; {line}" for label, line in losses.items()}
     opening, sections = series_page(
         table.assign(**{by: table[by].map(short)}),
         by,
@@ -245,10 +251,10 @@ def _about(data: Batches, path: Path) -> str:
     """The data in words."""
     count, first = sum(len(next(iter(batch.values()))) for batch in data), data[0]
     if "pixel_values" in first:
-        what = f"{count} images"
+        what = f"{count} image{'s' * (count > 1)}"
     else:
         target = first["decoder_input_ids"].shape[1] if "decoder_input_ids" in first else 0
-        what = f"{count} pieces of {first['input_ids'].shape[1] + target} tokens"
+        what = f"{count} piece{'s' * (count > 1)} of {first['input_ids'].shape[1] + target} tokens"
     return f"{what} of {path.name}"
 
 

@@ -526,6 +526,23 @@ def test_two_models_of_one_name_are_two_lines_and_what_was_left_out_of_each_is_s
     assert page.count("attn of layer 3") == page.count("the block&#x27;s output is not") == 1
 
 
+def test_models_of_unlike_contexts_and_texts_say_what_each_read(saved, tmp_path):
+    reader, text = load(str(saved)).reader, saved / "text.txt"
+    models = [tiny_llama(max_position_embeddings=8, num_hidden_layers=1), tiny_llama(num_hidden_layers=1)]
+    summary = probe_report(models, text, tokenizer=reader, out=tmp_path / "models", **SHAPE)
+    page = (tmp_path / "models" / "report.html").read_text()
+    assert "<p>2 models on text.txt.</p>" in page
+    for name, length in (("LlamaForCausalLM", 8), (r"LlamaForCausalLM \(2\)", 16)):
+        said = f"4 pieces of {length} tokens of text.txt; loss [0-9]"
+        assert re.search(f"<b>{name}</b>: {said}", page) and re.search(f"(?m)^{name}: {said}", summary)
+    (tmp_path / "short.txt").write_text(" ".join(TEXT.split()[:20]))
+    given = {"tokenizer": reader, "out": tmp_path / "texts", **SHAPE}
+    probe_report(models[1], [text, tmp_path / "short.txt"], **given)
+    page = (tmp_path / "texts" / "report.html").read_text()
+    assert "<p>One model on 2 texts.</p>" in page
+    assert "<b>short.txt</b>: 1 piece of 16 tokens of short.txt; loss" in page
+
+
 def test_a_model_of_images_and_text_is_measured_on_text(tmp_path):
     text = hf.LlamaConfig(
         **{name: getattr(tiny_llama().config, name) for name in ("vocab_size", "hidden_size")},
