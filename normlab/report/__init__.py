@@ -50,6 +50,10 @@ def probe_report(
         llm-drop-N.json             N branches to drop, as LLM-Drop's config.json names them
         report.html                 the page; it reads plotly.min.js next to it
 
+    `table` and the loss are of all pieces of the text. Experiments take many passes, so they read about the first
+    quarter of the pieces, in batches of 4: at least one batch, and of spans and branches two. The page says how many
+    pieces each of them read.
+
     A model without a language-model head (an encoder, a classifier, a reranker), or whose files lack it, is measured
     without a loss; what needs one is left out.
 
