@@ -43,7 +43,8 @@ film: $(VENV)/.installed-test ## the moving picture of README.md, by a Chrome or
 # Each notebook is executed, and what was executed becomes a page; plotly.js and the explorer are shared by all pages.
 PAGES = $(BIN)/python -m normlab.notebook.pages notebooks --shipped data/grid --jobs $(JOBS)
 
-# What was executed before is not executed again unless the notebook has changed: remove build/shipped to have it so.
+# What was executed before is not executed again unless the notebook or its runs have changed: remove build/shipped to
+# have it so.
 site: $(VENV)/.installed-docs ## the documentation, the notebooks and the explorer on the shipped runs, as one web site: build/site/
 	$(PAGES) --runs data/grid --out $(OUT)/site/notebooks --executed $(OUT)/shipped --keep
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --write-all --fresh-env -d $(OUT)/doctrees docs $(OUT)/site

@@ -119,7 +119,7 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     row = metric_row(view.metric)
     lines = profiles.lines(view)
     predicted = profiles.predicted(view) if options.theory else []
-    printed = _published(options.published, view)
+    printed = published_values(options.published, view)
     bands = [line for line in lines if options.band and np.isfinite(line.low).any()]
     span = _span(lines, bands) if options.one_step else profiles.span(view)
     span += [*printed["value"]]
@@ -173,7 +173,7 @@ def theory_remark(profiles: Profiles, view: View) -> str:
 
 def published_remark(published: pd.DataFrame | None, view: View) -> str:
     """Explain the diamonds, or say that there are none."""
-    if len(_published(published, view)):
+    if len(published_values(published, view)):
         return "diamonds: published values, of larger models"
     return f"no paper's value is at hand for this view of the {metric_row(view.metric).label}"
 
@@ -229,7 +229,7 @@ def _hover(view: View, title: str, about: str) -> str:
     return f"<b>{title}</b>{where}<br>{about}<br><i>{row.name}: {what}</i><extra></extra>"
 
 
-def _published(published: pd.DataFrame | None, view: View) -> pd.DataFrame:
+def published_values(published: pd.DataFrame | None, view: View) -> pd.DataFrame:
     """Published values that are comparable with an absolute view."""
     is_absolute = not view.relative and view.reference is None
     return published_points(published if is_absolute else None, view.metric, view.schemes, view.site)

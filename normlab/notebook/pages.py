@@ -82,6 +82,15 @@ def _failed(cell: NotebookNode) -> bool:
     return any(output.output_type == "error" for output in cell.get("outputs", ()))
 
 
+def _is_current(done: Path, notebook: Path, runs: Path) -> bool:
+    """True if a notebook was executed on these runs, and neither has changed since."""
+    if not done.exists():
+        return False
+    changed = max(path.stat().st_mtime for path in (notebook, runs, *runs.rglob("*")))
+    given = nbformat.read(done, as_version=4).metadata.get("papermill", {}).get("parameters", {})
+    return given.get("RUNS") == str(runs) and done.stat().st_mtime > changed
+
+
 def write_pages(
     notebooks: str | Path,
     runs: str | Path,
@@ -101,7 +110,7 @@ def write_pages(
         executed: folder of the executed notebooks.
         shipped: runs that come with normlab, on which the index has a sentence too.
         jobs: notebooks at a time, with one CPU thread each if there are several.
-        keep: execute only notebooks that changed since they were last executed.
+        keep: execute only notebooks that changed since they were last executed, or whose runs are others or changed.
 
     Returns:
         The errors of notebooks that failed, by notebook. The others have their pages, and the index links to them.
@@ -122,7 +131,7 @@ def write_pages(
 
     def execute(notebook: Path) -> Path:
         done = executed / notebook.name
-        if not (keep and done.exists() and done.stat().st_mtime > notebook.stat().st_mtime):
+        if not (keep and _is_current(done, notebook, runs)):
             cells = parameterize_notebook(load_notebook_node(str(notebook)), {"RUNS": str(runs)})
             kernel = kernels.get()
             try:
@@ -167,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, help="folder of the pages")
     parser.add_argument("--executed", help="folder of the executed notebooks, default OUT/executed")
     parser.add_argument("--jobs", type=int, default=2, help="notebooks at a time (default: 2)")
-    parser.add_argument("--keep", action="store_true", help="execute only notebooks that changed since")
+    parser.add_argument("--keep", action="store_true", help="execute only notebooks that changed since, or their runs")
     options = parser.parse_args(argv)
     executed = options.executed or Path(options.out) / "executed"
     try:

@@ -50,6 +50,10 @@ def probe_report(
         llm-drop-N.json             N branches to drop, as LLM-Drop's config.json names them
         report.html                 the page; it reads plotly.min.js next to it
 
+    `table` and the loss are of all pieces of the text. Experiments take many passes, so they read about the first
+    quarter of the pieces, in batches of 4: at least one batch, and of spans and branches two. The page says how many
+    pieces each of them read.
+
     A model without a language-model head (an encoder, a classifier, a reranker), or whose files lack it, is measured
     without a loss; what needs one is left out.
 
@@ -178,7 +182,7 @@ def _series(
     missing: dict[str, list[tuple[str, str]]] = {}
     schemes: dict[str, str] = {}
     states: dict[str, TextStates | str] = {}
-    about = ""
+    read: dict[str, str] = {}
     for case, held, path in cases:
         data = batches(held[0], path, length, rows)
         stacks = measure(held[0], data)
@@ -193,7 +197,7 @@ def _series(
         table = _table(stacks)
         table.insert(0, by, label)
         tables.append(table)
-        about = f"One model on {len(losses)} texts" if by == "text" else _about(data, path)
+        read[label] = _about(data, path)
         del stacks, data  # which know the model
     table = pandas.concat(tables, ignore_index=True)
     shorter = short_names(named.values())
@@ -203,6 +207,12 @@ def _series(
         for pairs in missing.values():
             pairs.append(("layer_maps", mapped))
         mapped = None
+    about = read[label]
+    if by == "text" or len(set(read.values())) > 1:  # each says what it read
+        count = f"{len(read)} {by}s"
+        one = {"text": f"One model on {count}", "revision": f"One model at {count} on {path.name}"}
+        about = one.get(by, f"{count} on {path.name}")
+        losses = {label: f"{read[label]}; {line}" for label, line in losses.items()}
     opening, sections = series_page(
         table.assign(**{by: table[by].map(short)}),
         by,
@@ -245,10 +255,10 @@ def _about(data: Batches, path: Path) -> str:
     """The data in words."""
     count, first = sum(len(next(iter(batch.values()))) for batch in data), data[0]
     if "pixel_values" in first:
-        what = f"{count} images"
+        what = f"{count} image{'s' * (count > 1)}"
     else:
         target = first["decoder_input_ids"].shape[1] if "decoder_input_ids" in first else 0
-        what = f"{count} pieces of {first['input_ids'].shape[1] + target} tokens"
+        what = f"{count} piece{'s' * (count > 1)} of {first['input_ids'].shape[1] + target} tokens"
     return f"{what} of {path.name}"
 
 

@@ -99,7 +99,7 @@ def _cheapest(one: Measured) -> str:
     if "spans" in one.tables:
         rows = [one.tables["spans"].iloc[index] for index in sorted({0, len(one.tables["spans"]) - 1})]
         costs = [f"{_blocks(row)}, for {row['skip_delta_loss']:+.3g} nats a token" for row in rows]
-        return f"Cheapest to leave out: {'; '.join(costs)}."
+        return f"Cheapest to leave out: {'; '.join(costs)}{one.said_of_pieces('spans')}."
     if "angular_distance" not in one.tables or one.where.depth < 2:
         return ""
     angles = one.tables["angular_distance"]
@@ -108,8 +108,9 @@ def _cheapest(one: Measured) -> str:
         return ""
     least = turns.idxmin()
     return (
-        f"Block {least} turns the stream least, by {number(turns[least])} of a half turn: the first to try to leave "
-        "out. What that costs takes a loss to tell."
+        f"Block {least} turns the stream least, by {number(turns[least])} of a half turn"
+        f"{one.said_of_pieces('angular_distance')}: the first to try to leave out. "
+        "What that costs takes a loss to tell."
     )
 
 

@@ -54,11 +54,16 @@ class Measured:
     tables: dict[str, pandas.DataFrame] = field(default_factory=dict)
     found: dict[str, FoundTokens] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)  # experiment -> the reason
+    pieces: dict[str, int] = field(default_factory=dict)  # experiment -> how many it read, where not all
 
     @cached_property
     def values(self) -> pandas.DataFrame:
         """The table of the statistics."""
         return self.stats.to_pandas()
+
+    def said_of_pieces(self, name: str) -> str:
+        """The end of a sentence on an experiment: how much of the text it read; empty where that is all."""
+        return f", on the first {self.pieces[name]} pieces" if name in self.pieces else ""
 
     def configurations(self, loaded: Loaded) -> dict[str, str]:
         """Files by name: what other tools need to leave out the cheapest spans of blocks and sets of branches."""
@@ -168,8 +173,10 @@ def _label_count(labels: torch.Tensor, task: str) -> float:
 
 
 def experiment(measured: Measured, loaded: Loaded, batches: Batches, progress: bool) -> None:
-    """Run the experiments that apply; `left_out` names the others."""
+    """Run the experiments that apply, most on a quarter of the batches; `left_out` names the others."""
     few, where = batches[: max(1, len(batches) // 4)], measured.where
+    more, total = batches[: max(2, len(few))], _rows(batches)
+    read = {"spans": more, "branches": more, "massive_activations": batches[:1], "attention_sinks": batches[:1]}
     not_at_all = "" if "input_ids" in batches[0] else "not for images"
     if any("changes the stream" in why for why in measured.stats.manifest["absent"].values()):
         not_at_all = "blocks change the stream's shape"
@@ -178,8 +185,8 @@ def experiment(measured: Measured, loaded: Loaded, batches: Batches, progress: b
             where, few, parts=["block", "attention", "mlp"], progress=progress
         ),
         "logit_lens": lambda: logit_lens_kl(where, few, progress=progress),
-        "spans": lambda: cheapest_spans(where, batches[: max(2, len(few))], progress=progress),
-        "branches": lambda: cheapest_branches(where, batches[: max(2, len(few))], progress=progress),
+        "spans": lambda: cheapest_spans(where, more, progress=progress),
+        "branches": lambda: cheapest_branches(where, more, progress=progress),
     }
     if where.depth < 2:
         del of_loss["spans"]
@@ -198,8 +205,14 @@ def experiment(measured: Measured, loaded: Loaded, batches: Batches, progress: b
             try:
                 with _of_labels_alone(loaded.model):
                     measured.tables[name] = test()
+                if (count := _rows(read.get(name, few))) < total:
+                    measured.pieces[name] = count
             except Exception as error:  # the model's own code: what it raises cannot be known
                 measured.left_out[name] = in_one_line(error)
+
+
+def _rows(batches: Batches) -> int:
+    return sum(len(next(iter(batch.values()))) for batch in batches)
 
 
 class TextStates(NamedTuple):

@@ -83,8 +83,11 @@ class Section:
     group: str = ""
 
 
-def drawn(figure: go.Figure, group: str = "") -> Section:
-    """A figure as a section. What was its title and subtitle is then the page's, and it is flat."""
+def drawn(figure: go.Figure, group: str = "", on: str = "") -> Section:
+    """A figure as a section. What was its title and subtitle is then the page's, and it is flat.
+
+    on: the end of the subtitle: which part of the text was read.
+    """
     title, words = figure.layout.title.text, figure.layout.title.subtitle.text or ""
     is_lines = all(trace.type == "scatter" for trace in figure.data)
     height = LINES_HEIGHT if is_lines else figure.layout.height - figure.layout.margin.t + TOP
@@ -92,7 +95,7 @@ def drawn(figure: go.Figure, group: str = "") -> Section:
     layout = figure.layout
     layout.title, layout.height, layout.margin.t = None, height, TOP
     layout.legend.update(legend)
-    return Section(_plain(title), f"<p>{html.escape(_plain(words))}</p>" if words else "", figure, group)
+    return Section(_plain(title), f"<p>{html.escape(_plain(words) + on)}</p>" if words else "", figure, group)
 
 
 def _plain(text: str) -> str:
@@ -191,6 +194,9 @@ def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
 
     found = table[table["mask"] == "all"]
 
+    def tested(name: str, figure: go.Figure) -> Section:
+        return drawn(figure, group, one.said_of_pieces(name))
+
     def by_layer(metrics: Sequence[str]) -> Iterator[Section]:
         for metric in metrics:
             rows = found[found["metric"] == metric]
@@ -200,23 +206,23 @@ def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
     yield from by_layer(FIRST)
     if "skip_sensitivity" in tables:
         costs = tables["skip_sensitivity"]
-        yield drawn(skip_costs(costs, colored([*costs["part"]])), group)
+        yield tested("skip_sensitivity", skip_costs(costs, colored([*costs["part"]])))
     if cuts := cut_lines(one):
         lines = "".join(f"<li>{html.escape(line)}</li>" for line in cuts)
         words = (
             "The span of blocks that costs least to drop, at each length; attention and MLP branches that cost least "
-            "together, each new one beside those before it. In nats a token with the 95% interval, chosen on other "
-            "text than it is measured on where there is enough."
+            "together, each new one beside those before it. In nats a token with the 95% interval"
+            f"{one.said_of_pieces('spans')}, chosen on other text than it is measured on where there is enough."
         )
         yield Section("What to cut", f"<p>{words}</p><ul>{lines}</ul>", group=group)
     if "branches" in tables:
-        yield drawn(branch_costs(tables["branches"], schemes=colored(["cheapest"])), group)
+        yield tested("branches", branch_costs(tables["branches"], schemes=colored(["cheapest"])))
     if "angular_distance" in tables:
-        yield drawn(angles(tables["angular_distance"]), group)
+        yield tested("angular_distance", angles(tables["angular_distance"]))
     if "void_tokens" in tables:
-        yield drawn(void_shares(tables["void_tokens"], schemes=colored(["void"])), group)
+        yield tested("void_tokens", void_shares(tables["void_tokens"], schemes=colored(["void"])))
     if "logit_lens" in tables:
-        yield drawn(lens(tables["logit_lens"], colored(["KL"])), group)
+        yield tested("logit_lens", lens(tables["logit_lens"], colored(["KL"])))
     for name, title in FOUND.items():
         if name in one.found:
             yield Section(title, _token_table(one, name), group=group)
@@ -236,10 +242,10 @@ def _table(table: pd.DataFrame) -> str:
 
 def _token_table(one: Measured, name: str) -> str:
     """What was found by which rule; where nothing was, what came nearest."""
-    found = one.found[name]
-    words, table = f"In the first batch: {found.rule}.", found.table
+    found, of = one.found[name], f" of {one.pieces[name]} pieces" if name in one.pieces else ""
+    words, table = f"In the first batch{of}: {found.rule}.", found.table
     if table.empty and found.nearest is not None:
-        words, table = f"None in the first batch: {found.rule}; the nearest:", pd.DataFrame([found.nearest])
+        words, table = f"None in the first batch{of}: {found.rule}; the nearest:", pd.DataFrame([found.nearest])
     return f"<p>{html.escape(words)}</p>{_table(table)}"
 
 

@@ -22,7 +22,16 @@ from normlab.analysis.profiles import BEST, Profiles, View, by_family, default_v
 from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.figures.draw import axis_bounds
-from normlab.figures.profile import PlotOptions, drawing, log_axis, log_remark, plain, published_remark, theory_remark
+from normlab.figures.profile import (
+    PlotOptions,
+    drawing,
+    log_axis,
+    log_remark,
+    plain,
+    published_remark,
+    published_values,
+    theory_remark,
+)
 from normlab.figures.theme import message_figure, on_dark, style_of, template
 from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import PageWidget, plotly_text, static_text, write_page
@@ -33,6 +42,7 @@ value. Nothing is fetched: the data are in this page, and its address keeps the 
 DEFAULT_SITES = ("block_out", "block_in_grad")
 ABSOLUTE, RELATIVE = "absolute", "relative"
 _DIGITS = 4  # significant ones: what a plot can show, at half the size
+_KINDS = ("linear", "log")  # of value axes
 _CHOICES = ("metric", "site", "mask", "depth", "step", "rate", "way", "schemes")
 
 
@@ -251,7 +261,7 @@ def _opens_on_log(profiles: Profiles, view: View) -> bool:
     if not span or span[0] <= 0:
         return False
     shown = [line.values for line in profiles.lines(view) if line.scheme in view.schemes]
-    return bool(span[-1] > 3 * np.nanmax(np.concatenate(shown)))
+    return bool(shown) and bool(span[-1] > 3 * np.nanmax(np.concatenate(shown)))
 
 
 def _drawings(
@@ -260,7 +270,8 @@ def _drawings(
     """A view with all its steps.
 
     `traces` and `layout` are those of the first step, `frames` what differs at each. `axes` has a logarithmic one and
-    the usual one (for ratios the same). `ranges` has the range of the usual one that shows a scheme alone.
+    the usual one (for ratios the same). `ranges` has the range of the usual one that shows a scheme alone, `predicted`
+    the one that shows what theory predicts of it.
     """
     steps = profiles.steps(view.metric, view.site, view.mask, view.depth, view.rate)
     traces: dict[str, dict[str, Any]] = {}
@@ -270,9 +281,7 @@ def _drawings(
     ratios = log_axis(view, asked=False)
     for step in steps:
         at = replace(view, step=step)
-        drawn = {
-            kind: drawing(profiles, at, PlotOptions(log=kind == "log", theory=theory)) for kind in ("linear", "log")
-        }
+        drawn = {kind: drawing(profiles, at, PlotOptions(log=kind == "log", theory=theory)) for kind in _KINDS}
         axes = {kind: one["layout"].pop("yaxis") for kind, one in drawn.items()}
         drawn["linear"]["layout"].pop("template")
         now = plain(drawn["linear"]["layout"], _DIGITS)
@@ -288,6 +297,7 @@ def _drawings(
             }
         )
     on_log = axes.get("linear", {}).get("type") == "log"
+    predicted = profiles.predicted(view) if theory else []
     return {
         "steps": steps,
         "traces": list(traces.values()),
@@ -295,6 +305,7 @@ def _drawings(
         "frames": frames,
         "axes": plain(axes, _DIGITS),
         "ranges": {name: axis_bounds(profiles.span(replace(view, schemes=(name,))), on_log) for name in view.schemes},
+        "predicted": {line.scheme: axis_bounds(line.values, on_log) for line in predicted},
         "published": _printed(profiles, view, published),
         "remarks": {
             "theory": theory_remark(profiles, view) if theory else "",
@@ -304,15 +315,20 @@ def _drawings(
 
 
 def _printed(profiles: Profiles, view: View, published: pd.DataFrame | None) -> dict[str, Any] | None:
-    """Trace of the published values that match a view, with the axes' ranges that show them; None without any."""
-    drawn = drawing(profiles, view, PlotOptions(published=published))["data"] if published is not None else []
-    trace = next((trace for trace in drawn if trace["name"] == "published"), None)
-    if trace is None:
+    """Trace of the published values that match a view, the scheme of each, and the axes' ranges that show a scheme's.
+
+    None without any.
+    """
+    points = published_values(published, view)
+    if points.empty:
         return None
-    values = [float(value) for value in trace["y"]]
-    ranges = {kind: axis_bounds(values, kind == "log") for kind in ("linear", "log")}
-    about = {"deepest": int(trace["x"].max()), "remark": published_remark(published, view)}
-    return {"trace": plain(trace, _DIGITS), "ranges": ranges, **about}
+    drawn = drawing(profiles, view, PlotOptions(published=published))["data"]
+    (trace,) = (trace for trace in drawn if trace["name"] == "published")
+    schemes = [*map(str, points["scheme"])]
+    values = {name: points["value"][points["scheme"] == name] for name in schemes}
+    ranges = {kind: {name: axis_bounds(own, kind == "log") for name, own in values.items()} for kind in _KINDS}
+    about = {"schemes": schemes, "ranges": ranges, "remark": published_remark(published, view)}
+    return {"trace": plain(trace, _DIGITS), **about}
 
 
 def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Notebooks read like a paper, with what was found near the top, and are committed as plain images."""
 
 import json
+import re
 import sys
 import tomllib
 import types
@@ -9,6 +10,9 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from notebook_helpers import NOTEBOOKS, PLOTLY
+
+import normlab.widgets
+from normlab.widgets.plot import static_text
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 MOST_CELLS, MOST_LINES, MOST_COLUMNS = 20, 15, 120
@@ -89,3 +93,28 @@ def test_the_first_code_cell_installs_normlab_in_colab_and_does_nothing_elsewher
     address = project.get("urls", {}).get("Repository")
     wanted = f"{project['name']}[notebooks]" + (f" @ git+{address}" if address else "")
     assert ran == [("pip", f'install --quiet "{wanted}"')]
+
+
+@pytest.mark.parametrize("name", ["00_start_here", "03_norm_explorer"])
+def test_an_explorer_has_all_runs_that_its_code_and_its_page_have(name, monkeypatch):
+    given: list[tuple[object, str]] = []
+
+    def opened(runs: object, *, source: str, **_: object) -> types.SimpleNamespace:
+        given.append((runs, source))
+        return types.SimpleNamespace()
+
+    monkeypatch.setattr(normlab.widgets, "NormExplorer", opened)
+    monkeypatch.setattr(normlab, "load_runs", lambda path, variants=True: (path, variants), raising=False)
+    monkeypatch.setattr(normlab, "read_configs", lambda path: {}, raising=False)
+    (source,) = (source for source in code_of(name) if "explorer = NormExplorer(" in source)
+    exec(source, dict(normlab=normlab, NormExplorer=opened, RUNS="folder", runs="those that are compared", papers=None))
+    assert given == [(("folder", False), "folder")]
+
+
+def test_words_on_a_widget_name_what_it_has():
+    exercise = cells_of("02_bhyt_stability")[-1].source
+    (chart,) = re.findall(r"the dotted bound under \*(.+?)\*", exercise)
+    assert f'"{chart}"' in static_text("live.js")
+    about = cells_of("03_norm_explorer")[0].source
+    named = re.findall(r"\*(\w+)\*", about[about.index("Under *more*") :])
+    assert named == ["more", "PNG", "SVG", "CSV", "code"] and "Each view has its own" in about

@@ -1,5 +1,6 @@
 """A folder of notebooks becomes a folder of pages; one that fails keeps no other from its page."""
 
+import os
 from pathlib import Path
 
 import nbformat
@@ -49,3 +50,27 @@ def test_a_folder_of_notebooks_becomes_pages(tmp_path, capsys, monkeypatch):
     assert main([*arguments, "--keep"]) == 1 and not (out / "a.html").exists()
     assert (out / "c.html").exists() and printed("c") == kept
     assert main([str(tmp_path / "none"), "--runs", str(runs), "--out", str(out)]) == 2
+
+
+def test_a_page_is_kept_only_for_the_runs_that_it_was_made_of(tmp_path, monkeypatch):
+    executed: list[str] = []
+    for name in ("explorer_page", "share_plotly", "write_index"):
+        monkeypatch.setattr(pages, name, lambda *args, **options: None)
+    monkeypatch.setattr(pages, "shipped_models", lambda: ())
+    monkeypatch.setattr(pages.Kernel, "execute", lambda self, cells, folder: executed.append(cells.cells[2].source))
+    notebooks, out = tmp_path / "notebooks", tmp_path / "pages"
+    first, second = (write_runs(tmp_path / name, depths=(2,), seeds=(0,)) for name in ("first", "second"))
+    notebooks.mkdir()
+    notebook(notebooks / "a.ipynb", "1 + 1")
+
+    def made_of(runs: Path, *flags: str) -> list[str]:
+        executed.clear()
+        assert main([str(notebooks), "--runs", str(runs), "--out", str(out), "--jobs", "1", *flags]) == 0
+        return [name for name in (str(first), str(second)) for cell in executed if f'"{name}"' in cell]
+
+    assert made_of(first) == [str(first)] and made_of(first, "--keep") == []
+    assert made_of(second, "--keep") == [str(second)] and made_of(second, "--keep") == []
+    run = next(second.iterdir())
+    later = (out / "executed" / "a.ipynb").stat().st_mtime + 10
+    os.utime(next(run.iterdir()), (later, later))  # a run that was trained further
+    assert made_of(second, "--keep") == [str(second)]

@@ -109,6 +109,27 @@ def test_the_page_opens_with_facts_then_links_then_folded_figures_without_a_path
     assert f"{last / first:.3g}-fold" in facts[0] or f"to {last / first:.3g} of" in facts[0] or "keeps" in facts[0]
 
 
+def test_a_section_says_how_many_pieces_it_is_of_where_these_are_not_all(saved, probed, tmp_path):
+    folder, _ = probed
+    page = (folder / "report.html").read_text()
+    assert "8 pieces of 32 tokens of text.txt; loss" in page
+    for said in ("bars: 95% interval", "0 = embeddings", r"final prediction\)", "of its norm"):
+        assert re.search(f"{said}, on the first 4 pieces</p>", page), said
+    assert "The first 4 pieces" not in page and page.count("on the first 4 pieces") == 4
+    assert re.search("where there is enough[.]</p>", page) and "beside those before it; bars: 95% interval</p>" in page
+    assert page.count("In the first batch of 4 pieces: ") + page.count("None in the first batch of 4 pieces: ") == 2
+    loaded = load(str(saved))
+    (first, second) = batches(loaded, saved / "text.txt", 32, 8)
+    with torch.no_grad():
+        of_four, of_rest = (float(loaded.model(**batch).loss) for batch in (first, second))
+    assert pandas.read_csv(folder / "skip_sensitivity.csv")["loss"].iloc[0] == pytest.approx(of_four, rel=1e-4)
+    assert of_four != pytest.approx(of_rest, rel=1e-3)
+    probe_report(str(saved), saved / "text.txt", out=tmp_path, length=16, rows=16, progress=False)
+    page = (tmp_path / "report.html").read_text()
+    assert re.search("<li>Cheapest to leave out: .* nats a token, on the first 8 pieces[.]</li>", page)
+    assert page.count("on the first 8 pieces") == 3 and page.count("on the first 4 pieces") == 4
+
+
 @pytest.mark.parametrize("kind", ["BertModel", "DistilBertModel", "BertForSequenceClassification"])
 def test_a_model_without_a_language_model_head_is_measured_without_a_loss(tmp_path, kind):
     of_distilbert = dict(dim=32, hidden_dim=48, n_heads=4, n_layers=2)
@@ -552,6 +573,23 @@ def test_two_models_of_one_name_are_two_lines_and_what_was_left_out_of_each_is_s
     page = (tmp_path / "out" / "report.html").read_text()
     assert re.search(r"<b>LlamaForCausalLM \(2\)</b>: .*attn of layer 3, .*: the block&#x27;s output is not", page)
     assert page.count("attn of layer 3") == page.count("the block&#x27;s output is not") == 1
+
+
+def test_models_of_unlike_contexts_and_texts_say_what_each_read(saved, tmp_path):
+    reader, text = load(str(saved)).reader, saved / "text.txt"
+    models = [tiny_llama(max_position_embeddings=8, num_hidden_layers=1), tiny_llama(num_hidden_layers=1)]
+    summary = probe_report(models, text, tokenizer=reader, out=tmp_path / "models", **SHAPE)
+    page = (tmp_path / "models" / "report.html").read_text()
+    assert "<p>2 models on text.txt.</p>" in page
+    for name, length in (("LlamaForCausalLM", 8), (r"LlamaForCausalLM \(2\)", 16)):
+        said = f"4 pieces of {length} tokens of text.txt; loss [0-9]"
+        assert re.search(f"<b>{name}</b>: {said}", page) and re.search(f"(?m)^{name}: {said}", summary)
+    (tmp_path / "short.txt").write_text(" ".join(TEXT.split()[:20]))
+    given = {"tokenizer": reader, "out": tmp_path / "texts", **SHAPE}
+    probe_report(models[1], [text, tmp_path / "short.txt"], **given)
+    page = (tmp_path / "texts" / "report.html").read_text()
+    assert "<p>One model on 2 texts.</p>" in page
+    assert "<b>short.txt</b>: 1 piece of 16 tokens of short.txt; loss" in page
 
 
 def test_a_model_of_images_and_text_is_measured_on_text(tmp_path):

@@ -230,6 +230,13 @@ def test_it_shows_what_there_is_and_says_what_is_missing():
     assert "(nothing of Pre-LN, gain λ/κ)" in silent
 
 
+def test_it_opens_on_schemes_that_were_not_measured_at_its_step():
+    explorer = NormExplorer(pd.concat([one_run("pre_rmsnorm"), one_run("lns", status="diverged")]), schemes=["lns"])
+    assert "LNS: diverged, nothing measured at step 20" in explorer.figure.layout.annotations[0].text
+    explorer.step = 0
+    assert len(drawn(explorer.figure, "lns")) == 5 and not explorer.log
+
+
 def test_one_run_any_name_and_unknown_schemes():
     assert len(drawn(NormExplorer(one_run("bhyt")).figure, "bhyt")) == 5
     with pytest.raises(NormlabError, match="no run of 'lns'"):
@@ -253,7 +260,8 @@ PLOT = "document.querySelector('.plot')"
 
 def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
     """The widget's script in a browser: views come from the kernel, and its code makes the same figure."""
-    explorer = NormExplorer(table(), configs=configs_of(table()))
+    explorer = NormExplorer(two_rates(), configs=configs_of(two_rates()))
+    explorer.rate = None  # before it is shown
     seen: list[int] = []
     explorer.observe(lambda change: seen.append(change["new"]), names="step")
     with page_of(chromium) as (page, errors):
@@ -264,11 +272,12 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         page.keyboard.press("Home")
         shown.until(f"() => {PLOT}.layout.title.text.includes('before training')")
         shown.until(lambda: explorer.step == 0)
-        assert seen == [0]
+        assert seen == [0] and explorer.rate is None
         explorer.depth, explorer.schemes, explorer.step = 2, ["lns", "bhyt"], 10
         shown.push()
         shown.until(line, ["BHyT", 3])  # fewer lines have their titles as names, in a legend
         page.locator("[name=more]").click()
+        page.get_by_role("button", name="code").click()  # and it follows
         page.locator("[name=theory]").check()
         shown.until(f"() => {PLOT}.data.length === 6")
         page.locator("[name=band]").uncheck()
@@ -276,13 +285,11 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         shown.until("() => document.querySelectorAll('.plot')[1]?.layout?.xaxis.range[1] === 4")  # another depth
         page.locator("[name=step]").last.focus()
         page.keyboard.press("Home")
-        page.get_by_role("button", name="code").first.click()
-        shown.until("() => document.querySelector('pre').textContent !== ''")
         lines = page.locator("pre").first.inner_text().splitlines()
         shown.until(lambda: explorer.theory and not explorer.band)
         assert explorer.step == 10  # the second view is its own
-        monkeypatch.setattr(normlab, "load_runs", lambda path: table(), raising=False)
-        monkeypatch.setattr(normlab, "read_configs", lambda path: configs_of(table()), raising=False)
+        monkeypatch.setattr(normlab, "load_runs", lambda path: two_rates(), raising=False)
+        monkeypatch.setattr(normlab, "read_configs", lambda path: configs_of(two_rates()), raising=False)
         names: dict[str, Any] = {}
         exec("\n".join([*lines[:2], "figure = " + lines[2]]), names)
         assert names["figure"].to_plotly_json() == explorer.figure.to_plotly_json()
@@ -293,6 +300,19 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         for scheme in ("lns", "bhyt"):
             values = numbers[numbers["scheme"] == scheme]["value"].tolist()
             assert values == pytest.approx(profile(scheme, 2, 10), rel=1e-3)
+        page.locator("[name=published]").first.check()
+        diamonds = "(PLOT?.data ?? []).find(trace => trace.name === 'published')?.y".replace("PLOT", PLOT)
+        shown.until(f"() => {diamonds}")
+        shown.until(lambda: explorer.published)
+        assert page.evaluate(diamonds) == drawn(explorer.figure, "published") != []
+        explorer.schemes = ["rmsnorm_gain"]
+        shown.push()
+        shown.until(f"() => {PLOT}.data.length === 2 && !{diamonds} && {PLOT}.layout.yaxis.range[1] < 100")
+        low, high = page.evaluate(f"{PLOT}.layout.yaxis.range")
+        values = page.evaluate(f"{PLOT}.data.flatMap(trace => trace.y)")
+        assert low <= min(values) and max(values) <= high  # theory's too
+        assert drawn(explorer.figure, "published") == [] and explorer.figure.layout.yaxis.range[1] < 100
+        assert "diamonds" not in page.locator(".remarks").first.inner_text()
         assert not errors
 
 

@@ -95,6 +95,30 @@ def test_the_axis_of_ratios_is_logarithmic_and_so_is_the_range_that_fits_some_li
     assert 10**low <= min(ratios) and max(ratios) <= 10**high and low < 0
 
 
+def holds(bounds: list[float], values: list[float]) -> bool:
+    return bounds[0] <= min(values) and max(values) <= bounds[1]
+
+
+def test_a_range_that_fits_a_scheme_fits_its_theory_and_its_published_values_too():
+    profiles = Profiles(table(), configs_of(table()))
+    views = page_data(profiles)["views"]
+    for way in ("absolute", "pre_rmsnorm"):
+        view = views[f"block_out|token_l2_mean|all|4|best|{way}"]
+        assert set(view["predicted"]) == set(SCHEMES)
+        for scheme, bounds in view["predicted"].items():
+            said = shown_at(view, 20, f"{scheme} theory")["y"]
+            assert holds(bounds, np.log10(said).tolist() if way == "pre_rmsnorm" else said)
+    printed = views["block_out|token_l2_mean|all|4|best|absolute"]["published"]
+    own: dict[str, list[float]] = {}
+    for scheme, value in zip(printed["schemes"], printed["trace"]["y"], strict=True):
+        own.setdefault(scheme, []).append(value)
+    assert set(own) == set(printed["ranges"]["linear"]) == set(printed["ranges"]["log"]) and len(own) > 1
+    for scheme, values in own.items():
+        assert holds(printed["ranges"]["linear"][scheme], values)
+        assert holds(printed["ranges"]["log"][scheme], np.log10(values).tolist())
+        assert not holds(printed["ranges"]["linear"][scheme], printed["trace"]["y"])
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[Any]:
     path = explorer_page(noisy(), tmp_path_factory.mktemp("site") / "explorer.html", configs=configs_of(noisy()))

@@ -47,6 +47,20 @@ function someLabels(labels, titles) {
   const pick = list => kept.map(place => list[place]);
   return { ...labels, x: pick(labels.x), y: pick(labels.y), text: pick(labels.text), textfont: { ...labels.textfont, color: pick(labels.textfont.color) } };
 }
+/* The published values of the schemes that are shown, with the axes' ranges that show them; null without any. */
+function somePublished(published, schemes) {
+  const kept = (published?.schemes ?? []).map((_, place) => place).filter(place => schemes.includes(published.schemes[place]));
+  if (!kept.length) return null;
+  const pick = list => kept.map(place => list[place]), { trace } = published, x = pick(trace.x);
+  const errors = { ...trace.error_y, array: pick(trace.error_y.array) }, marker = { ...trace.marker, color: pick(trace.marker.color) };
+  const ranges = Object.fromEntries(Object.entries(published.ranges).map(([kind, own]) => [kind, around(schemes.map(name => own[name]))]));
+  return { trace: { ...trace, x, y: pick(trace.y), text: pick(trace.text), error_y: errors, marker }, ranges, deepest: Math.max(...x), remark: published.remark };
+}
+/* One range around all of these that are there; null without any. */
+function around(ranges) {
+  const known = ranges.filter(Boolean);
+  return known.length ? [Math.min(...known.map(range => range[0])), Math.max(...known.map(range => range[1]))] : null;
+}
 
 /* One view: its controls and its plot. `told` hears of every state; `beside` gives the value axes of the other views. */
 function explorerPane(data, host, state, told, beside) {
@@ -121,15 +135,15 @@ function explorerPane(data, host, state, told, beside) {
   }
   function draw() {
     const frame = now?.frames[now.steps.indexOf(state.step)], kind = state.log ? "log" : "linear", { depth, step } = state;
-    const printed = state.published ? now?.published : null, all = shown().length === data.schemes.length;
+    const printed = state.published ? somePublished(now?.published, state.schemes) : null, all = shown().length === data.schemes.length;
     at("log").disabled = now?.axes.linear?.type === "log"; // ratios have no other
     // With fewer lines the linear axis fits those; their names, placed for the whole axis, go into a legend. So with published values.
     const fits = shown().length && (printed || (kind === "linear" && !all));
     const axis = { ...now?.axes[kind] };
     if (fits && (kind === "linear" || printed)) {
-      const ranges = kind === "linear" ? shown().map(({ name }) => now.ranges[name]) : [axis.range];
-      const known = [...ranges, printed?.ranges[kind]].filter(Boolean);
-      if (known.length) axis.range = [Math.min(...known.map(range => range[0])), Math.max(...known.map(range => range[1]))];
+      const ranges = shown().flatMap(({ name }) => [now.ranges[name], state.theory && now.predicted[name]]);
+      const range = around([...(kind === "linear" ? ranges : [axis.range]), printed?.ranges[kind]]);
+      if (range) axis.range = range;
       axis.tickmode = "auto";
     }
     width = find(".plot").clientWidth;
@@ -164,6 +178,7 @@ function explorerPane(data, host, state, told, beside) {
     find(".remarks").textContent = [...said, state.theory && now?.remarks.theory, state.log && now?.remarks.log, printed && printed.remark]
       .filter(Boolean).join(" · ");
     plot.show({ data: traces, layout: structuredClone(layout) }); // plotly writes into what it draws
+    if (!find("pre").hidden) find("pre").textContent = code();
     told(state);
   }
 
@@ -243,7 +258,7 @@ function explorerPane(data, host, state, told, beside) {
     link.href = URL.createObjectURL(new Blob([["scheme,layer,value,low,high", ...lines, ""].join("\n")], { type: "text/csv" }));
     link.click();
   });
-  at("code").addEventListener("click", () => {
+  const code = () => {
     const way = { absolute: {}, relative: { relative: true } }[state.way] ?? { reference: state.way };
     const options = { site: state.site, mask: state.mask, depth: state.depth, step: state.step, schemes: state.schemes, ...way, band: state.band, log: state.log, theme: host.dark() ? "dark" : "light" };
     if (state.schemes.length === data.schemes.length) delete options.schemes;
@@ -251,7 +266,10 @@ function explorerPane(data, host, state, told, beside) {
     if (data.rates[state.depth].length > 1) given.push(`rate=${state.rate ?? '"best"'}`);
     if (state.theory) given.push(`theory=normlab.read_configs(${python(data.source)})`);
     if (state.published) given.push("published=normlab.load_published()");
-    find("pre").textContent = `import normlab\nruns = normlab.load_runs(${python(data.source)})\nnormlab.figures.profile(runs, ${python(state.metric)}, ${given.join(", ")})`;
+    return `import normlab\nruns = normlab.load_runs(${python(data.source)})\nnormlab.figures.profile(runs, ${python(state.metric)}, ${given.join(", ")})`;
+  };
+  at("code").addEventListener("click", () => {
+    find("pre").textContent = code();
     find("pre").hidden = false;
   });
 

@@ -73,7 +73,7 @@ function widgetOf(names, begin) {
     const root = el.appendChild(document.createElement("div")), waiting = new Map(), known = {};
     const traits = Object.entries(names);
     let saved = null;
-    const read = () => Object.fromEntries(traits.map(([name, trait]) => [name, model.get(trait)]).filter(([, value]) => value !== null));
+    const read = () => Object.fromEntries(traits.map(([name, trait]) => [name, model.get(trait)])); // null is a state too
     for (const [name, trait] of traits) known[name] = JSON.stringify(model.get(trait));
     const say = () => {
       const state = page.state();
