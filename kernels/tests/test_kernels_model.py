@@ -178,6 +178,14 @@ def test_a_norm_with_a_forward_of_its_own_is_not_passed_by(
     assert_same(got, outcome(tiny(scheme, "torch", num_hidden_layers=1)))
 
 
+@pytest.mark.parametrize("scheme", ["pre_rmsnorm_fixed", "residual_gate"])
+def test_a_fixed_gain_leaves_a_model_in_half_precision(scheme: str) -> None:
+    """The gain is a buffer, which stays in float32."""
+    logits = [tiny(scheme, kernels).to(torch.bfloat16)(ids()).logits for kernels in ("triton", "torch")]
+    assert logits[0].dtype == torch.bfloat16
+    torch.testing.assert_close(*logits, rtol=0.05, atol=0.02)
+
+
 @some_schemes
 def test_a_watched_norm_runs_by_itself_and_the_bits_are_the_same(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(scheme, "triton")

@@ -150,18 +150,24 @@ class Norm(ConstantStart):
         raise NotImplementedError
 
     def operands(self) -> tuple[Any, ...]:
-        """Return the kernel's arguments after x."""
+        """Return the kernel's arguments after x, the gain first."""
         raise NotImplementedError
 
+    def _operands_for(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """The operands for x of a dtype. A gain that is a buffer is in float32, which is no reason to widen y."""
+        gain, *others = self.operands()
+        return gain.to(dtype) if self.gain_name in self._buffers else gain, *others
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernel(x, *self.operands(), kernels=self.kernels)
+        return self.kernel(x, *self._operands_for(x.dtype), kernels=self.kernels)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``s = residual + x`` and norm(s), in one pass where there is an ``add_kernel``."""
         if self.add_kernel is None:
             s = residual + x
             return s, self(s)
-        return self.add_kernel(x, residual, *self.operands(), kernels=self.kernels)
+        operands = self._operands_for(torch.promote_types(x.dtype, residual.dtype))
+        return self.add_kernel(x, residual, *operands, kernels=self.kernels)
 
     def constant(self) -> Tensor | None:
         """The output's part that no part of x makes: the bias, or None."""
