@@ -12,7 +12,9 @@ import pytest
 import torch
 from kernel_harness import CASES, DEVICE, KERNELS, NAMES, QUICK, formula, full_if_slow, make_inputs, results
 from normlab_kernels import cpu
+from normlab_kernels.dispatch import row_norm
 from normlab_kernels.reference import row_norm_reference
+from normlab_kernels.spec import Act, RowSpec, Stat
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
@@ -333,6 +335,21 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_tensors_that_no_function_of_their_statistic_takes_are_named() -> None:
+    x, weight = torch.randn(2, 4, device=DEVICE), torch.ones(4, device=DEVICE)
+    one, given = torch.ones(1, device=DEVICE), torch.ones(2, 1, device=DEVICE)
+    for stat, tensors, message in (
+        (Stat.RMS, {"given": given}, "with no other"),
+        (Stat.GIVEN, {}, "given is the mean square"),
+        (Stat.RMS, {"correction": one}, "added to the given mean square"),
+        (Stat.OWN, {}, "from the scale"),
+        (Stat.RMS, {"direction": weight}, "pass a bias"),
+        *([(Stat.LAYER, {"direction": weight, "bias": weight}, "Stat.RMS alone")] if KERNELS else []),
+    ):
+        with pytest.raises(ValueError, match=message):
+            row_norm(x, weight, spec=RowSpec(stat, Act.IDENTITY), **tensors)
 
 
 @pytest.mark.parametrize("name", ["bhyt", "add_rms_norm", "dyt"])
