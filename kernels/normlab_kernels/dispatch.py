@@ -102,6 +102,7 @@ class _CpuRowNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_ms: Tensor | None) -> tuple[Tensor | None, ...]:
+        cpu.refuse_batches(grad, grad_ms)
         x, weight, scale, shift, ms = ctx.saved_tensors
         gradients: tuple[Tensor | None, ...]
         with torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 
 from normlab_kernels import choices
-from normlab_kernels.cpu import FirstDerivative, mean_square_gradient, unit_stride
+from normlab_kernels.cpu import FirstDerivative, mean_square_gradient, refuse_batches, unit_stride
 from normlab_kernels.device_math import APPROX, LIBRARY, PORTABLE
 from normlab_kernels.launch import INTERPRETING, launch
 from normlab_kernels.row_kernels import norm_backward_kernel, norm_forward_kernel, parameter_gradients_kernel
@@ -224,6 +224,7 @@ class RowNorm(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_batches(*grads)
         saved = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return *_backward(ctx, saved, launch_backward, *grads), None

@@ -239,6 +239,22 @@ def test_transforms_of_torch_func_are_refused_with_a_sentence(transform: str) ->
             torch.vmap(lambda weight: nk.rms_norm(x, weight))(weight.expand(3, 12))
 
 
+@pytest.mark.parametrize("name", ["bhyt", "dyt", pytest.param("layer_norm", marks=pytest.mark.kernels)])
+def test_a_batch_of_upstream_gradients_is_refused_with_a_sentence(name: str) -> None:
+    arguments = make_inputs(CASES[name], 3, 4, torch.float32)
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return CASES[name].call(arguments | {"x": x})["y"]
+
+    with pytest.raises(ValueError, match="one upstream gradient at a time"):
+        torch.autograd.functional.jacobian(of, arguments["x"], vectorize=True)
+    x = arguments["x"].requires_grad_()
+    y = of(x)
+    with pytest.raises(ValueError, match="one upstream gradient at a time"):
+        torch.vmap(lambda grad: torch.autograd.grad(y, x, grad, retain_graph=True))(torch.ones(2, 3, 4, device=DEVICE))
+    assert torch.autograd.functional.jacobian(of, x).shape == (3, 4, 3, 4)
+
+
 def test_a_wider_bias_leaves_y_in_the_dtype_of_x_and_the_weight() -> None:
     """In the formula that a compiler is given too."""
     x, weight = torch.randn(5, 12, device=DEVICE).bfloat16(), torch.ones(12, device=DEVICE).bfloat16()
