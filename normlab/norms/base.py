@@ -94,8 +94,8 @@ class Norm(ConstantStart):
     """Base of every norm. A new norm is one class here and one row in ``normlab.schemes``.
 
     A subclass adds its parameters in ``__init__``. It defines `starting_map`, and either ``forward`` or ``kernel`` with
-    `operands`. One with a ``forward`` or ``kernel`` of its own does not inherit ``add`` and ``add_kernel``, which compute
-    what it was made of.
+    `operands`. One with a ``forward`` or ``kernel`` of its own does not inherit ``add`` and ``add_kernel``, which
+    compute what it was made of.
 
     Args:
         hidden_size: d, the width of the vectors. None: any.

@@ -161,8 +161,8 @@ class RunningNorm(Norm):
     s is the same for every token, so a trained norm is a fixed gain. In training the subclass chooses s and its
     gradient. While ``warming``, s is the present batch's, of this rank: tokens see the batch's later ones.
 
-    What a step saw is dropped where it is not finite, as in a step that a loss scale makes overflow. A loss scale has to
-    be constant otherwise: nu is a running mean of scaled gradients.
+    What a step saw is dropped where it is not finite, as where a loss scale makes it overflow. Otherwise a loss scale
+    has to be constant: nu is a running mean of scaled gradients.
 
     gamma = ``weight``, beta = ``bias``, s = ``mean_square`` and nu = ``gradient`` have shape ``(d,)``.
 
