@@ -39,6 +39,18 @@ def mean_square_gradient(x: torch.Tensor, grad_ms: torch.Tensor, grad_x: torch.T
     return (dx if grad_x is None else dx.add_(grad_x)).to(x.dtype)
 
 
+def refuse_batches(*grads: torch.Tensor | None) -> None:
+    """ValueError for upstream gradients that are a batch of them, whose numbers no kernel can read."""
+    if torch.compiler.is_compiling():
+        return
+    functorch = torch._C._functorch  # vectorize=True makes batches of the older kind
+    if any(g is not None and (functorch.is_legacy_batchedtensor(g) or functorch.is_batchedtensor(g)) for g in grads):
+        raise ValueError(
+            "the norms take one upstream gradient at a time: leave out vectorize=True and is_grads_batched, "
+            'or use kernels="torch" in fp64'
+        )
+
+
 class FirstDerivative(torch.autograd.Function):
     """Gradients whose derivative is an error: `apply(count, *gradients, *sources)` returns the `count` gradients.
 

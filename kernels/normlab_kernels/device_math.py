@@ -70,7 +70,7 @@ def slope(z, t, ACT: tl.constexpr):
 
 @triton.jit
 def gain(p_scale, inv_kappa):
-    """scale / kappa as an fp32 scalar; 1 without a scale."""
+    """scale / kappa as an fp32 scalar; inv_kappa, which is 1 then, without a scale."""
     a = tl.cast(inv_kappa, tl.float32)
     if p_scale is not None:
         a = a * tl.load(p_scale).to(tl.float32)

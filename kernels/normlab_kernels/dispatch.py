@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from normlab_kernels import cpu
 from normlab_kernels.reference import row_norm_reference
-from normlab_kernels.spec import RowSpec, Stat
+from normlab_kernels.spec import Act, RowSpec, Stat
 
 TRITON_VERSIONS = (3, 4), (3, 10)  # from the first on, before the second; the range in pyproject.toml
 
@@ -52,6 +52,21 @@ def check(
         raise ValueError(f"mean_square must have shape {(*shape[:-1], 1)}, got {tuple(given.shape)}")
 
 
+def check_combination(
+    spec: RowSpec, bias: Tensor | None, scale: Tensor | None, direction: Tensor | None, given: Tensor | None,
+    correction: Tensor | None,
+) -> None:  # fmt: skip
+    """ValueError with a sentence if the tensors are not those of the function."""
+    if (given is not None) != (spec.stat == Stat.GIVEN):
+        raise ValueError("given is the mean square of Stat.GIVEN: pass it with that statistic, and with no other")
+    if correction is not None and given is None:
+        raise ValueError("a correction is added to the given mean square: pass it with Stat.GIVEN")
+    if spec.stat == Stat.OWN and scale is None:
+        raise ValueError("Stat.OWN takes the sum of squares of the others from the scale: pass one")
+    if direction is not None and bias is None:
+        raise ValueError("a direction decides how much of the bias is added to the weight: pass a bias with it")
+
+
 def refuse_transforms(*tensors: Tensor | None) -> None:
     """ValueError for a tensor with a tangent, and under torch.func.
 
@@ -87,6 +102,7 @@ class _CpuRowNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_ms: Tensor | None) -> tuple[Tensor | None, ...]:
+        cpu.refuse_batches(grad, grad_ms)
         x, weight, scale, shift, ms = ctx.saved_tensors
         gradients: tuple[Tensor | None, ...]
         with torch.no_grad():
@@ -109,13 +125,19 @@ def row_norm(
 
     With a residual, s = residual + x, and y is the norm of s. A `correction` is a constant that is added to the given
     mean square.
+
+    Raises:
+        ValueError: tensors that do not fit x, each other or the statistic, or a direction that the kernels lack.
     """
+    check_combination(spec, bias, scale, direction, given, correction)
     check(x, weight, bias, scale, shift, direction, given)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
     if correction is not None and correction.numel() != 1 and correction.shape != (*x.shape[:-1], 1):
         raise ValueError(f"correction must have one element or mean_square's shape, got {tuple(correction.shape)}")
     if chooses_kernels(x, kernels, weight, residual):
+        if direction is not None and spec.stat != Stat.RMS:
+            raise ValueError('the kernels have a direction with Stat.RMS alone: use kernels="torch"')
         return _triton_path(x, residual, weight, bias, scale, shift, direction, given, correction, spec)
     if given is not None and correction is not None:
         given = given + correction.detach()
@@ -189,16 +211,19 @@ def _torch_path(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute (y, ms) without Triton; ms only where the row was reduced for it.
 
-    LayerNorm is PyTorch's, one fused pass each way on a CPU. It runs in fp32, because it sums 16-bit weight gradients
-    in 16 bits. What `cpu.py` lacks is the plain formula, of dense columns: the order of a sum depends on its strides.
+    LayerNorm without a scale, shift, direction or activation is PyTorch's, one fused pass each way on a CPU. It runs in
+    fp32, because it sums 16-bit weight gradients in 16 bits. What `cpu.py` lacks is the plain formula, of dense
+    columns: the order of a sum depends on its strides.
     """
     width = x.shape[-1]
-    if spec.stat == Stat.LAYER:
+    is_plain = spec.act == Act.IDENTITY and scale is None and shift is None and direction is None
+    if spec.stat == Stat.LAYER and is_plain:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         wide_bias = None if bias is None else bias.to(wide)
         y = torch.nn.functional.layer_norm(x.to(wide), (width,), weight.to(wide), wide_bias, spec.eps)
         return y.to(torch.promote_types(x.dtype, weight.dtype)), None
-    fused = spec.stat in (Stat.NONE, Stat.RMS, Stat.GIVEN) and direction is None and x.device.type == "cpu"
+    fused = spec.stat in (Stat.RMS, Stat.GIVEN) or (spec.stat == Stat.NONE and scale is not None)
+    fused = fused and direction is None and x.device.type == "cpu"
     if not fused or x.dtype == torch.float64 or x.numel() == 0 or torch.compiler.is_compiling():
         y, ms = row_norm_reference(cpu.unit_stride(x), weight, bias, scale, shift, given, spec, direction)
         return y, (ms if spec.stat == Stat.RMS else None)

@@ -6,7 +6,8 @@ returns y in the dtype that x and the weight promote to.
 
 `kernels` is "auto" (as above), "triton" (an error where the kernels cannot run) or "torch" (never the kernels). The
 kernels round once, at the store. PyTorch's path rounds as Llama does, before the weight too. A row's result does not
-depend on the other rows: a token decoded alone has the bits it has in a prompt.
+depend on the other rows: a token decoded alone has the bits it has in a prompt, up to a width of 32,768 where a CPU has
+several threads.
 
 The `add_` forms return s = residual + x first, rounded once, and the norm of the rounded s. These are the bits of an
 addition followed by the norm.

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 
 from normlab_kernels import choices
-from normlab_kernels.cpu import FirstDerivative, mean_square_gradient, unit_stride
+from normlab_kernels.cpu import FirstDerivative, mean_square_gradient, refuse_batches, unit_stride
 from normlab_kernels.device_math import APPROX, LIBRARY, PORTABLE
 from normlab_kernels.launch import INTERPRETING, launch
 from normlab_kernels.row_kernels import norm_backward_kernel, norm_forward_kernel, parameter_gradients_kernel
@@ -61,6 +61,11 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
 
 
+def _inv_kappa(spec: RowSpec, scale: Tensor | None) -> float:
+    """kappa divides a scale: without one the gain is 1."""
+    return 1.0 if scale is None else 1.0 / spec.kappa
+
+
 def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
     shift: Tensor | None, direction: Tensor | None, given: Tensor | None, spec: RowSpec, *,
@@ -90,7 +95,7 @@ def launch_forward(
         p_x, p_residual, weight.contiguous(), dense(bias), scale, shift, direction, mean,
         dense(given) if ms is None else ms, dense(correction), y, p_total,
         rows, width, stride_x, stride_residual, int(correction is not None and correction.numel() > 1),
-        spec.eps, 1.0 / spec.kappa,
+        spec.eps, _inv_kappa(spec, scale),
         STAT=stat, ACT=spec.act, FORM=tanh_form(y.dtype),
         WHOLE=chosen.whole and ms is not None, EVEN=width % chosen.block == 0,
         BLOCK=chosen.block, ROWS=chosen.rows, num_warps=chosen.warps,
@@ -131,7 +136,7 @@ def launch_backward(
         return dx, *(None if g is None else g.zero_() for g in gradients), dms
     chosen = choices.backward(width, ms is not None, direction is not None, x.element_size())
     (x_, stride_x), (grad_, stride_grad), (grad_sum, stride_sum) = _rows(x), _rows(grad), _rows(grad_sum)
-    weight, ms, eps, inv_kappa = weight.contiguous(), dense(ms), spec.eps, 1.0 / spec.kappa
+    weight, ms, eps, inv_kappa = weight.contiguous(), dense(ms), spec.eps, _inv_kappa(spec, scale)
     columns = -(-width // chosen.block)
     programs = choices.backward_programs(-(-rows // chosen.rows), max(1, multiprocessors(device) // columns), chosen)
     functions = {"STAT": stat, "ACT": spec.act, "FORM": tanh_form(x.dtype, backward=True)}
@@ -219,6 +224,7 @@ class RowNorm(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_batches(*grads)
         saved = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return *_backward(ctx, saved, launch_backward, *grads), None

@@ -179,11 +179,13 @@ def norm_backward_kernel(
                 b_dbias += b_g
         b_q = b_g * b_v * slope(b_z, b_t, ACT)
         if STAT == 5:
-            b_q *= b_own * b_own * b_own
+            if WANT_SHIFT:
+                b_dshift += tl.sum(b_q, 1)
+            b_q *= b_own * b_own * b_own  # d loss / d x but for a constant
         b_along = tl.sum(b_q * b_x, 1)  # of this tile: of the row, if the tile holds it
         if WANT_SCALE:
             b_dscale += b_along * b_rstd
-        if WANT_SHIFT:
+        if WANT_SHIFT and STAT != 5:
             b_dshift += tl.sum(b_q, 1)
         b_dx = b_q * b_factor[:, None]
         if p_ms is not None and (STAT != 3 or p_dms is not None):

@@ -5,6 +5,7 @@ Additions are fused into the norms, decoding takes the prompt's kernels, and the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,45 @@ def test_every_addition_before_a_norm_in_a_block_is_the_norms_own(scheme: str, m
     norms = 1 + sum(len(layout.places()) for layout in layouts)
     assert [residual for residual, *_ in launches.norms].count(True) == fused
     assert len(launches.norms) == norms
+
+
+@pytest.mark.parametrize("scheme", ["pre_layernorm", "bhyt"])
+@pytest.mark.parametrize("how", ["class", "mixin", "object"])
+def test_a_norm_with_a_forward_of_its_own_is_not_passed_by(
+    how: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The addition before it is a step of its own then. BHyT's second norm gets the first one's mean square."""
+    row = normlab.SCHEMES[scheme]
+
+    class Halved:
+        def forward(self, x: torch.Tensor, **carried: Any) -> Any:
+            return super().forward(x / 2, **carried)  # type: ignore[misc]
+
+    def norm(site: Any) -> Any:
+        made = row.norm(site)
+        kind = type(made)
+        if how == "object":  # as a library does that moves weights
+            forward = made.forward
+            made.forward = lambda x, **carried: forward(x / 2, **carried)
+        elif how == "mixin":
+            made.__class__ = type("Mixed", (Halved, kind), {})
+        else:
+            made.__class__ = type("Own", (kind,), {"forward": lambda self, x, **c: kind.forward(self, x / 2, **c)})
+        return made
+
+    monkeypatch.setitem(normlab.SCHEMES, scheme, dataclasses.replace(row, norm=norm))
+    launches = Launches(monkeypatch)
+    got = outcome(tiny(scheme, "triton", num_hidden_layers=1))
+    assert len(launches.norms) == 3 and not any(residual for residual, *_ in launches.norms)
+    assert_same(got, outcome(tiny(scheme, "torch", num_hidden_layers=1)))
+
+
+@pytest.mark.parametrize("scheme", ["pre_rmsnorm_fixed", "residual_gate"])
+def test_a_fixed_gain_leaves_a_model_in_half_precision(scheme: str) -> None:
+    """The gain is a buffer, which stays in float32."""
+    logits = [tiny(scheme, kernels).to(torch.bfloat16)(ids()).logits for kernels in ("triton", "torch")]
+    assert logits[0].dtype == torch.bfloat16
+    torch.testing.assert_close(*logits, rtol=0.05, atol=0.02)
 
 
 @some_schemes

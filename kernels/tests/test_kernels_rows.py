@@ -7,8 +7,10 @@ import sys
 import kernel_harness
 import pytest
 import torch
-from kernel_harness import ALL, CASES, DTYPES, INTERPRETING, check, formula, full_if_slow, make_inputs, results
+from kernel_harness import ALL, CASES, DTYPES, INTERPRETING, KERNELS, check, formula, full_if_slow, make_inputs, results
 from normlab_kernels import choices
+from normlab_kernels.dispatch import row_norm
+from normlab_kernels.spec import Act, RowSpec, Stat
 
 NAMES, QUICK = kernel_harness.NAMES, kernel_harness.QUICK
 BOUNDED = [name for name in NAMES if "unbounded" not in name]  # the slowest tests leave out what is one branch less
@@ -52,6 +54,29 @@ def test_split_rows_agree_with_float64_at_odd_widths_and_many_rows(name: str, mo
     monkeypatch.setattr(choices, "reduction", lambda width: choices.Launch(32, 1, 4))
     for dtype in DTYPES.values() if kernel_harness.FULL or name in FEW[:2] else [torch.float32]:
         check(name, 37 if kernel_harness.FULL else 19, 77, dtype)
+
+
+@pytest.mark.parametrize("stat", [Stat.NONE, Stat.RMS, Stat.LAYER, Stat.GIVEN, Stat.COMPRESSED, Stat.OWN])
+def test_combinations_that_no_function_has_agree_with_float64(stat: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows, then rows that are split over programs."""
+    needed = ("x", "weight", *(["given"] if stat == Stat.GIVEN else []), *(["scale"] if stat == Stat.OWN else []))
+    spec = RowSpec(stat, Act.TANH, 1e-5, 2.0)
+    for split in (False, True) if KERNELS else (False,):
+        if split:
+            monkeypatch.setattr(choices, "MAX_FORWARD_WIDTH", 16)
+            monkeypatch.setattr(choices, "MAX_BACKWARD_WIDTH", 16)
+            monkeypatch.setattr(choices, "TILE_WIDTH", 16)
+        further = ((), ("shift", "bias"), ("scale", "shift"), ("bias", "direction", "shift"))
+        for more in further[2:] if split else further:
+            inputs = (*needed, *(name for name in more if name not in needed))
+            if KERNELS and "direction" in inputs and stat != Stat.RMS:
+                continue  # refused
+
+            def call(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+                return {"y": row_norm(**a, spec=spec)[0]}  # type: ignore[arg-type]
+
+            monkeypatch.setitem(CASES, "combination", kernel_harness.Case(call, inputs, spec, False, ("y",)))
+            check("combination", 3, 20, torch.float32)
 
 
 @pytest.mark.slow

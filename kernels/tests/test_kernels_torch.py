@@ -12,7 +12,9 @@ import pytest
 import torch
 from kernel_harness import CASES, DEVICE, KERNELS, NAMES, QUICK, formula, full_if_slow, make_inputs, results
 from normlab_kernels import cpu
+from normlab_kernels.dispatch import row_norm
 from normlab_kernels.reference import row_norm_reference
+from normlab_kernels.spec import Act, RowSpec, Stat
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
@@ -237,6 +239,22 @@ def test_transforms_of_torch_func_are_refused_with_a_sentence(transform: str) ->
             torch.vmap(lambda weight: nk.rms_norm(x, weight))(weight.expand(3, 12))
 
 
+@pytest.mark.parametrize("name", ["bhyt", "dyt", pytest.param("layer_norm", marks=pytest.mark.kernels)])
+def test_a_batch_of_upstream_gradients_is_refused_with_a_sentence(name: str) -> None:
+    arguments = make_inputs(CASES[name], 3, 4, torch.float32)
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return CASES[name].call(arguments | {"x": x})["y"]
+
+    with pytest.raises(ValueError, match="one upstream gradient at a time"):
+        torch.autograd.functional.jacobian(of, arguments["x"], vectorize=True)
+    x = arguments["x"].requires_grad_()
+    y = of(x)
+    with pytest.raises(ValueError, match="one upstream gradient at a time"):
+        torch.vmap(lambda grad: torch.autograd.grad(y, x, grad, retain_graph=True))(torch.ones(2, 3, 4, device=DEVICE))
+    assert torch.autograd.functional.jacobian(of, x).shape == (3, 4, 3, 4)
+
+
 def test_a_wider_bias_leaves_y_in_the_dtype_of_x_and_the_weight() -> None:
     """In the formula that a compiler is given too."""
     x, weight = torch.randn(5, 12, device=DEVICE).bfloat16(), torch.ones(12, device=DEVICE).bfloat16()
@@ -333,6 +351,21 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_tensors_that_no_function_of_their_statistic_takes_are_named() -> None:
+    x, weight = torch.randn(2, 4, device=DEVICE), torch.ones(4, device=DEVICE)
+    one, given = torch.ones(1, device=DEVICE), torch.ones(2, 1, device=DEVICE)
+    for stat, tensors, message in (
+        (Stat.RMS, {"given": given}, "with no other"),
+        (Stat.GIVEN, {}, "given is the mean square"),
+        (Stat.RMS, {"correction": one}, "added to the given mean square"),
+        (Stat.OWN, {}, "from the scale"),
+        (Stat.RMS, {"direction": weight}, "pass a bias"),
+        *([(Stat.LAYER, {"direction": weight, "bias": weight}, "Stat.RMS alone")] if KERNELS else []),
+    ):
+        with pytest.raises(ValueError, match=message):
+            row_norm(x, weight, spec=RowSpec(stat, Act.IDENTITY), **tensors)
 
 
 @pytest.mark.parametrize("name", ["bhyt", "add_rms_norm", "dyt"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ class NormedAttention(ConstantStart, LlamaAttention):
     affine_attention (2602.23057): weights ``a P + (m - a)/n`` instead of P, for a query that sees n keys. Per head
     ``a = clip(0.1 W x + 0.5, 0, 1)`` with W = ``affine_gate``. The running mean m = ``affine_mean`` is of a over this
     rank's steps, from 0 with momentum 0.9. Only keys that the mask leaves count in n. So the second term is a mean of
-    the values seen, which attention with zero queries gives under any mask.
+    the values seen, which attention with zero queries gives under any mask. Probes measure P, not the weights used.
 
     shifted (1901.09321): scalars ``shift`` ``(2,)`` from 0, added to the inputs of q, k and v and of o_proj.
 
@@ -136,8 +137,10 @@ class NormedAttention(ConstantStart, LlamaAttention):
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
         if self.config.affine_attention:
-            zeros = torch.zeros_like(query)
-            uniform, _ = attend(self, zeros, key, value, attention_mask, dropout=0.0, scaling=1.0, **kwargs)
+            # A compiler's function modes are its own; others, such as a probe's, would take it for attention.
+            with nullcontext() if torch.compiler.is_compiling() else torch._C.DisableTorchFunction():
+                zeros = torch.zeros_like(query)
+                uniform, _ = attend(self, zeros, key, value, attention_mask, dropout=0.0, scaling=1.0, **kwargs)
             mixed = self._affine(hidden_states, mixed, uniform)
         mixed = mixed.reshape(*shape, -1).contiguous()
         if self.shifted:

@@ -25,8 +25,8 @@ from normlab.schemes import CORRECTIONS, PARTS, NormSite, Sublayer, centred, cor
 
 
 def _fuses_add(norm: Any, x: Tensor) -> bool:
-    """True if the addition can be fused into the norm: kernels are active, and no hooks are attached."""
-    active = isinstance(norm, Norm) and nk.chooses_kernels(x, norm.kernels)
+    """True if the addition is fused into the norm: it has such a kernel, kernels are active, and no hooks attached."""
+    active = isinstance(norm, Norm) and norm.fuses_add and nk.chooses_kernels(x, norm.kernels)
     return active and not any(getattr(norm, kind) for kind in HOOKS)
 
 

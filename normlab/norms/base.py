@@ -85,11 +85,17 @@ class ConstantStart(nn.Module):
         """Called before the first optimizer step and after each one, with the number of steps done."""
 
 
+def _definer(kind: type, *names: str) -> int:
+    """The place in a class's order of inheritance of the first that defines one of these names."""
+    return next(place for place, base in enumerate(kind.__mro__) if any(name in vars(base) for name in names))
+
+
 class Norm(ConstantStart):
     """Base of every norm. A new norm is one class here and one row in ``normlab.schemes``.
 
     A subclass adds its parameters in ``__init__``. It defines `starting_map`, and either ``forward`` or ``kernel`` with
-    `operands`.
+    `operands`. One with a ``forward`` or ``kernel`` of its own does not inherit ``add`` and ``add_kernel``, which
+    compute what it was made of.
 
     Args:
         hidden_size: d, the width of the vectors. None: any.
@@ -101,6 +107,7 @@ class Norm(ConstantStart):
         takes_mean_square: whether the call has ``mean_square`` and ``return_mean_square``.
         kernels: the backend, see ``normlab.norms``.
         kernel, add_kernel: functions of ``normlab_kernels``. The second also adds the residual.
+        fuses_add: whether ``add`` is one pass of a kernel.
         gain_name: the parameter that multiplies the output. Folding uses it.
         probe_role: marks the module as a norm for probes.
         shown: attributes in the module's representation.
@@ -118,11 +125,21 @@ class Norm(ConstantStart):
     shown: tuple[str, ...] = ("eps",)
     weight: nn.Parameter
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if _definer(cls, "forward", "kernel") < _definer(cls, "add", "add_kernel"):
+            cls.add, cls.add_kernel = Norm.add, None  # type: ignore[method-assign]
+
     def __init__(self, hidden_size: int | None = None) -> None:
         super().__init__()
         if hidden_size is not None and hidden_size < 1:
             raise NormlabError(f"hidden_size is {hidden_size}: give the width of the vectors to normalize, at least 1")
         self.hidden_size = hidden_size
+
+    @property
+    def fuses_add(self) -> bool:
+        has_own = type(self).add is not Norm.add or self.add_kernel is not None
+        return has_own and "forward" not in vars(self)  # which a library has put around the norm
 
     def gamma(self) -> Tensor:
         """The gain, shape of ``weight``."""
@@ -133,18 +150,24 @@ class Norm(ConstantStart):
         raise NotImplementedError
 
     def operands(self) -> tuple[Any, ...]:
-        """Return the kernel's arguments after x."""
+        """Return the kernel's arguments after x, the gain first."""
         raise NotImplementedError
 
+    def _operands_for(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """The operands for x of a dtype. A gain that is a buffer is in float32, which is no reason to widen y."""
+        gain, *others = self.operands()
+        return gain.to(dtype) if self.gain_name in self._buffers else gain, *others
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernel(x, *self.operands(), kernels=self.kernels)
+        return self.kernel(x, *self._operands_for(x.dtype), kernels=self.kernels)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``s = residual + x`` and norm(s), in one pass where there is an ``add_kernel``."""
         if self.add_kernel is None:
             s = residual + x
             return s, self(s)
-        return self.add_kernel(x, residual, *self.operands(), kernels=self.kernels)
+        operands = self._operands_for(torch.promote_types(x.dtype, residual.dtype))
+        return self.add_kernel(x, residual, *operands, kernels=self.kernels)
 
     def constant(self) -> Tensor | None:
         """The output's part that no part of x makes: the bias, or None."""

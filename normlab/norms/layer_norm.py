@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import normlab_kernels as nk
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,7 +42,10 @@ class LayerNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         if nk.chooses_kernels(x, self.kernels):
             return super().forward(x)
-        return F.layer_norm(x, self.weight.shape, *self.operands())
+        gamma, bias, eps = self.operands()
+        wide = torch.promote_types(x.dtype, torch.float32)  # PyTorch sums gradients of 16 bits in 16 bits
+        y = F.layer_norm(x.to(wide), gamma.shape, gamma.to(wide), bias.to(wide), eps)
+        return y.to(torch.promote_types(x.dtype, gamma.dtype))
 
     def shares(self, x: Tensor, parts: Tensor) -> Tensor:
         """As in every norm, but each part is centred first."""

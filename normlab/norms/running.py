@@ -33,7 +33,7 @@ class TaperNorm(Norm):
     copy of gamma and is trained from there. The gate g falls along half a cosine.
 
     gamma = ``weight`` and gamma' have shape ``(d,)``. The scalars are ``gate`` and c = ``inverse_rms``. ``seen``
-    ``(3,)`` holds the two running means and their number of steps.
+    ``(3,)`` holds the two running means and their number of steps. A step that saw what is not finite is left out.
 
     Args:
         hidden_size: d.
@@ -83,9 +83,10 @@ class TaperNorm(Norm):
             torch.distributed.all_reduce(self.noted)
         if self.gate == 1:
             means = self.noted[:2] / self.noted[2]
-            self.seen[:2].lerp_(means.to(self.seen.dtype), 1.0 if self.seen[2] == 0 else 1 - self.momentum)
-            self.seen[2] += 1
-            self.inverse_rms.copy_(self.seen[0] / self.seen[1])
+            if means.isfinite().all():
+                self.seen[:2].lerp_(means.to(self.seen.dtype), 1.0 if self.seen[2] == 0 else 1 - self.momentum)
+                self.seen[2] += 1
+                self.inverse_rms.copy_(self.seen[0] / self.seen[1])
         self.noted.zero_()
 
     @torch.no_grad()
@@ -161,6 +162,9 @@ class RunningNorm(Norm):
     gradient. While ``warming``, s is the present pass's: tokens see the batch's later ones. Each rank, and each part of
     an accumulated batch, is a pass with an s of its own, so their number moves the training.
 
+    What a step saw is dropped where it is not finite, as where a loss scale makes it overflow. Otherwise a loss scale
+    has to be constant: nu is a running mean of scaled gradients.
+
     gamma = ``weight``, beta = ``bias``, s = ``mean_square`` and nu = ``gradient`` have shape ``(d,)``.
 
     Args:
@@ -222,7 +226,10 @@ class RunningNorm(Norm):
                 for mean in means.values():
                     torch.distributed.all_reduce(mean)
                     mean.div_(ranks)
-            self._update(step, **means)
+            if means["mean_square"].isfinite().all():
+                self._update(step, means["mean_square"])
+            if all(means[name].isfinite().all() for name in ("gradient", "square")):
+                self._update_gradient(means["gradient"], means["square"])
         self.noted = {}
         self.warming = step < max(round(self.warmup * total, 6), self.shortest_warmup)
 
@@ -238,8 +245,12 @@ class RunningNorm(Norm):
         """psi of this backward pass, from its mean of g z."""
         raise NotImplementedError
 
-    def _update(self, step: int, mean_square: Tensor, gradient: Tensor, square: Tensor) -> None:
-        """Update the buffers with a step's means of x^2, g z and z^2."""
+    def _update(self, step: int, mean_square: Tensor) -> None:
+        """Update the buffers with a step's mean of x^2."""
+        raise NotImplementedError
+
+    def _update_gradient(self, gradient: Tensor, square: Tensor) -> None:
+        """Update the buffers with a step's means of g z and z^2."""
         raise NotImplementedError
 
 
@@ -262,9 +273,11 @@ class PowerNorm(RunningNorm):
     def _psi(self, gradient: Tensor) -> Tensor:
         return self.gradient.float()
 
-    def _update(self, step: int, mean_square: Tensor, gradient: Tensor, square: Tensor) -> None:
-        fresh = 1 - self.momentum
+    def _update(self, step: int, mean_square: Tensor) -> None:
         self.mean_square.lerp_(mean_square.to(self.mean_square.dtype), self._rate(step))
+
+    def _update_gradient(self, gradient: Tensor, square: Tensor) -> None:
+        fresh = 1 - self.momentum
         self.gradient.mul_(1 - fresh * square).add_(fresh * gradient)
 
 
@@ -306,9 +319,13 @@ class UnifiedNorm(RunningNorm):
         latest = gradient if self.warming else torch.cat([self.gradients[1:], gradient[None]]).mean(0)
         return self.gradient.float().lerp(latest.float(), 1 - self.momentum)
 
-    def _update(self, step: int, mean_square: Tensor, gradient: Tensor, square: Tensor) -> None:
-        used, psi = self._used(mean_square), self._psi(gradient)
-        self.mean_square.lerp_(used.to(self.mean_square.dtype), self._rate(step))
-        self.gradient.copy_(psi)
-        for rows, new in ((self.squares, mean_square), (self.gradients, gradient)):
-            rows.copy_(torch.cat([rows[1:], new[None].to(rows.dtype)]))
+    def _update(self, step: int, mean_square: Tensor) -> None:
+        self.mean_square.lerp_(self._used(mean_square).to(self.mean_square.dtype), self._rate(step))
+        self._append(self.squares, mean_square)
+
+    def _update_gradient(self, gradient: Tensor, square: Tensor) -> None:
+        self.gradient.copy_(self._psi(gradient))
+        self._append(self.gradients, gradient)
+
+    def _append(self, rows: Tensor, new: Tensor) -> None:
+        rows.copy_(torch.cat([rows[1:], new[None].to(rows.dtype)]))

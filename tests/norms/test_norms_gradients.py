@@ -67,6 +67,19 @@ def test_half_precision_gradients_follow_within_their_rounding(name, dtype):
 
 
 @every_norm
+def test_gradients_of_parameters_in_half_precision_are_summed_over_many_rows_in_float32(name):
+    """A sum of ones in bfloat16 stays at 256."""
+    norm, x = make(name, 8, torch.bfloat16), inputs(8, rows=2000).to(torch.bfloat16)
+    x64, parameters = x.double(), leaves(norm)
+    up = weighting(x).abs()  # of one sign, so that a bias's sum grows
+    (norm(x) * up).sum().backward()
+    (NORMS[name][1](x64, parameters, ms64(x64)) * up.double()).sum().backward()
+    for which, parameter in norm.named_parameters():
+        target = parameters[which].grad
+        assert (parameter.grad.double() - target).norm() <= 0.02 * target.norm(), which
+
+
+@every_norm
 def test_finite_differences_through_the_norm_itself(name):
     """Along random directions, by a fourth-order central difference whose step float32 resolves."""
     norm, x = make(name, 48), inputs(48)

@@ -9,7 +9,7 @@ from model_helpers import assert_bits, assert_near, assert_state, fresh_model, t
 from torch import Tensor
 
 from normlab.models import NormlabConfig
-from normlab.norms import PowerNorm, UnifiedNorm
+from normlab.norms import PowerNorm, TaperNorm, UnifiedNorm
 from normlab.norms.running import RunningNorm
 from normlab.schemes import SCHEMES
 from normlab.schemes.scheme import NormSite
@@ -183,6 +183,32 @@ def test_schemes_whose_norms_take_statistics_of_a_batch_are_marked():
         places = [place for layer in (1, 2) for place, _ in row.layout_at(layer, config).places()]
         norms = [row.norm_at(NormSite(place, 1, config)) for place in (*places, "final")]
         assert row.of_batches == any(isinstance(norm, RunningNorm) for norm in norms), row.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_overflowed_leaves_the_gradients_statistics_and_no_other(kind):
+    """As in the first steps under a loss scale. The forward pass saw its batch all the same."""
+    norms = [KINDS[kind](WIDTH).train() for _ in range(2)]
+    for step, (x, up) in enumerate(batches()[:6], 1):
+        for norm, factor in zip(norms, (torch.inf if step < 4 else 1.0, 0.0 if step < 4 else 1.0), strict=True):
+            norm(x.float().requires_grad_()).backward(up.float() * factor)
+            before = norm.gradient.clone()
+            norm.at_step(step, STEPS)
+            if step < 4:
+                assert_bits(norm.gradient, before)
+    assert_bits(norms[0].mean_square, norms[1].mean_square)
+    assert norms[0].gradient.isfinite().all() and norms[0].gradient.ne(0).all()
+
+
+@pytest.mark.parametrize("kind", [*KINDS.values(), TaperNorm])
+def test_a_batch_that_is_not_finite_leaves_the_statistics(kind):
+    norm, (x, up) = kind(WIDTH).train(), batches()[0]
+    norm(x.float()).backward(up.float())
+    norm.at_step(1, STEPS)
+    before = copy.deepcopy(norm.state_dict())
+    norm((x / 0).float()).backward(up.float())
+    norm.at_step(2, STEPS)
+    assert_state(norm, before)
 
 
 def test_an_empty_batch_leaves_the_statistics():

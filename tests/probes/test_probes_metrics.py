@@ -9,7 +9,7 @@ from probe_toys import Stack, assert_contributions, measured
 from probe_zoo import DEPTH, WIDTH, batch_for, build, ours, run, tiny_llama, token_batch, values
 from torch import nn
 
-from normlab.probes import record
+from normlab.probes import attention_sinks, record
 
 
 def keep(model, modules: dict) -> dict[str, torch.Tensor]:
@@ -132,6 +132,22 @@ def test_attention_metrics_equal_explicit_scores(implementation, padded):
     assert found["attn", 2, "attention_logit_max", "all"] == pytest.approx(largest, rel=1e-5)
     assert found["attn", 2, "attention_entropy", "all"] == pytest.approx(float(entropy), rel=1e-5)
     assert sum(key[0] == "attn" and key[3] == "all" for key in found) == 2 * DEPTH
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_affine_attention_is_measured_by_its_softmax_alone(implementation):
+    model, batch = ours("pre_rmsnorm", affine_attention=True), {"input_ids": token_batch()["input_ids"]}
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(**batch, output_attentions=True).attentions
+    model.set_attn_implementation(implementation)
+    found = run(model, batch, ["attention_entropy"])
+    for layer, p in enumerate(weights, 1):
+        entropy = float(torch.special.entr(p).sum(-1).mean())
+        assert found["attn", layer, "attention_entropy", "all"] == pytest.approx(entropy, rel=1e-4)
+    nearest, queries = attention_sinks(model, batch, queries=1).nearest, weights[0].shape[-1]
+    shares = [p.sum(2) / (queries - torch.arange(queries)) for p in weights]
+    assert nearest["weight"] == pytest.approx(float(torch.stack(shares).max()), rel=1e-4)
 
 
 def test_attention_scores_in_chunks_equal_those_in_one_piece(monkeypatch):
