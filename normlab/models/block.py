@@ -21,7 +21,7 @@ from normlab.models.embeddings_head import changes_embeddings, changes_head
 from normlab.norms import Norm
 from normlab.norms.gain import HOOKS
 from normlab.residuals import Residual
-from normlab.schemes import CORRECTIONS, PARTS, NormSite, Sublayer, centred, correction_factors, get_scheme
+from normlab.schemes import CORRECTIONS, PARTS, NormSite, Sublayer, correction_factors, get_scheme
 
 
 def _fuses_add(norm: Any, x: Tensor) -> bool:
@@ -251,13 +251,12 @@ class JoiningDecoderLayer(NormlabDecoderLayer):
     ) -> None:
         super().__init__(config, layer_idx, attention, mlp)
         scheme = get_scheme(config.scheme)
-        rule = scheme.residual
-        if rule is None or self.carried:
+        if scheme.residual is None or self.carried:
             raise NormlabError(f"scheme {config.scheme} joins its branches by plain addition: use NormlabDecoderLayer")
         self.rule_names = {part: "residual" if scheme.shares_residual else f"{part}_residual" for part in PARTS}
         for part, name in self.rule_names.items():
             if name not in self._modules:
-                self.add_module(name, centred(rule(Sublayer(part, layer_idx + 1, config)), config))
+                self.add_module(name, scheme.rule_at(Sublayer(part, layer_idx + 1, config)))
         for part in PARTS:  # the usual site is that of the inner norm, if a branch has two norms of the stream
             inner, outer = self.norm_at(f"{part}_in"), self.norm_at(f"{part}_sum")
             if inner is not None and outer is not None:

@@ -6,10 +6,22 @@ import re
 
 import pytest
 import torch
-from model_helpers import assert_bits, assert_near, every_scheme, fresh_model, lively, tiny_config, tiny_model, tokens
+from model_helpers import (
+    LLAMA,
+    assert_bits,
+    assert_near,
+    every_scheme,
+    fresh_model,
+    lively,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import normlab
 from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
+from normlab.models import swap_norms
 from normlab.norms import BHyT, LayerNorm, RMSNorm
 from normlab.schemes import TAGS, NormSite, Sublayer, get_scheme, tagged
 
@@ -150,6 +162,37 @@ def test_the_random_state_after_building_is_the_same_for_every_scheme(scheme):
     expected = torch.rand(4)
     fresh_model(scheme)
     assert_bits(torch.rand(4), expected)
+
+
+DRAWN = [("gatednorm", ".down", 7), ("mhc", "_residual.matrix", 6), ("osp_rmsnorm", "projection.weight", 2)]
+WAYS = [(*drawn, way) for drawn in DRAWN for way in ("built", "loaded")] + [(*DRAWN[0], "swapped")]
+
+
+@pytest.mark.parametrize(("scheme", "drawn", "count", "way"), WAYS)
+def test_starts_of_different_places_are_drawn_independently_and_move_no_other_draw(scheme, drawn, count, way, tmp_path):
+    def start():
+        torch.manual_seed(3)
+        if way == "built":
+            return fresh_model(scheme)
+        llama = LlamaForCausalLM(LlamaConfig(**LLAMA))
+        if way == "swapped":
+            return swap_norms(llama, scheme)
+        llama.save_pretrained(tmp_path)
+        return NormlabForCausalLM.from_pretrained(
+            tmp_path, config=tiny_config(scheme), ignore_mismatched_sizes=True
+        )
+
+    model, state = start(), torch.get_rng_state()
+    starts = {name: tensor for name, tensor in model.state_dict().items() if name.endswith(drawn)}
+    assert len(starts) == count
+    correlation = torch.corrcoef(torch.stack([tensor.flatten() for tensor in starts.values()]))
+    assert correlation.fill_diagonal_(0).abs().max() < 0.25  # of at least 512 numbers each
+    again = start().state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in starts.items()), "the seed decides"
+    if way == "swapped":
+        torch.manual_seed(3)
+        LlamaForCausalLM(LlamaConfig(**LLAMA))
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
