@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normlab.residuals import rms_normalized, unit_length
-from normlab.schemes import get_scheme, own_draws
+from normlab.schemes import get_scheme
+from normlab.schemes.start import own_draws
 
 
 class Projection(nn.Module):

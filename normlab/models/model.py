@@ -20,11 +20,12 @@ from normlab.errors import NormlabError, first_line, hub_or_cache
 from normlab.models.attention_mlp import RotaryEmbedding
 from normlab.models.block import FinalNorm, NormlabDecoderLayer, decoder_layer
 from normlab.models.config import NormlabConfig
-from normlab.models.embeddings_head import EmbeddingEnd, Head, changes_embeddings, changes_head
+from normlab.models.embeddings_head import EmbeddingEnd, Head, Projection, changes_embeddings, changes_head
 from normlab.norms import Norm
 from normlab.norms.base import ConstantStart
 from normlab.residuals import Residual
-from normlab.schemes import CORRECTIONS, NormSite, Rate, get_scheme, start_again
+from normlab.schemes import CORRECTIONS, NormSite, Rate, get_scheme
+from normlab.schemes.start import start_again
 
 KERNELS = ("auto", "triton", "torch")
 
@@ -49,7 +50,11 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        if hasattr(module, "place"):
+        if getattr(module, "is_inside_placed", False):
+            return  # of a norm or residual rule, which gives it its start
+        if isinstance(module, Projection):
+            module.reset_parameters()
+        elif hasattr(module, "start_place"):
             start_again(module)
         elif isinstance(module, ConstantStart):
             module.reset_parameters()

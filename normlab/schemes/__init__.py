@@ -27,7 +27,7 @@ from normlab.schemes.scheme import (
     Sublayer,
     part_of,
 )
-from normlab.schemes.start import centred, own_draws, start_again
+from normlab.schemes.start import centred
 
 SCHEMES: dict[str, Scheme] = {row.name: row for row in (*core.ROWS, *literature.ROWS)}
 STUDIED = tuple(row.name for row in core.ROWS)  # of the shipped runs

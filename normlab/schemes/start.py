@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from normlab.norms.base import ConstantStart
 
 
 @contextmanager
@@ -18,7 +22,8 @@ def own_draws(place: str) -> Iterator[None]:
     """
     with torch.random.fork_rng(devices=[]):
         state = torch.get_rng_state().numpy().tobytes()
-        torch.default_generator.manual_seed(int.from_bytes(blake2b(state + place.encode(), digest_size=4).digest(), "big"))
+        digest = blake2b(state + place.encode(), digest_size=4).digest()
+        torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
         yield
 
 
@@ -33,15 +38,34 @@ def centred(module: Any, config: Any) -> Any:
 def placed(build: Callable[[], Any], place: str, config: Any) -> Any:
     """Build a norm or residual rule for a place of a model, such as "3.attn_in".
 
-    What it draws is from the place's own stream.
+    What it draws is from the place's own stream. Modules inside it keep the start that its class gives them.
     """
     with own_draws(place):
         module = centred(build(), config)
-    module.place = place
+    module.start_place = place
+    for part in module.modules():
+        part.is_inside_placed = part is not module
+    if torch.empty(0).is_meta and _of_its_class(module):  # transformers builds so, and keeps no values of buffers
+        module.build_again = build
     return module
 
 
+def _of_its_class(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors whose start only the module's class knows: all but those of ``add_parameter`` and ``add_buffer``."""
+    known = getattr(module, "starts", {})
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    return {name: tensor for name, tensor in tensors if name not in known}
+
+
 def start_again(module: Any) -> None:
-    """Give a placed module its start, as a norm's or rule's ``reset_parameters`` has it."""
-    with own_draws(module.place):
-        module.reset_parameters()
+    """Give a placed module its start. A module that was built without values is built again for what it lacks."""
+    with own_draws(module.start_place):
+        lacking = _of_its_class(module) if hasattr(module, "build_again") else {}
+        if lacking and not any(tensor.is_meta for tensor in lacking.values()):
+            made = _of_its_class(module.build_again())
+            for name, tensor in lacking.items():
+                if not getattr(tensor, "_is_hf_initialized", False):  # a checkpoint had none
+                    tensor.copy_(made[name])
+            del module.build_again
+        if isinstance(module, ConstantStart):
+            module.reset_parameters()
