@@ -15,6 +15,7 @@ from normlab.errors import NormlabError
 from normlab.models.attention_mlp import changes_attention
 from normlab.models.block import NormlabDecoderLayer, decoder_layer
 from normlab.models.config import NormlabConfig
+from normlab.norms import Norm
 from normlab.norms.gain import HOOKS, is_plain_gain
 from normlab.residuals import Residual
 from normlab.schemes import NormSite, get_scheme
@@ -164,7 +165,8 @@ def _take_gain(old: Any, new: Any) -> nn.Module:
             raise NormlabError(
                 f"{type(new).__name__} has {gain.numel()} numbers as gain, not {weight.numel()}: train it from scratch"
             )
-        gain.data.copy_(weight * new.starts["weight"] - new.centre)
+        start, centre = (new.starts["weight"], new.centre) if isinstance(new, Norm) else (gain.data, 0.0)
+        gain.data.copy_(weight * start - centre)
     return new
 
 

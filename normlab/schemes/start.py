@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normlab.errors import NormlabError
 from normlab.norms.base import ConstantStart
 
 
@@ -28,8 +29,18 @@ def own_draws(place: str) -> Iterator[None]:
 
 
 def centred(module: Any, config: Any) -> Any:
-    """The norm or residual rule, with zero-centred gains if the configuration says so."""
-    if module.gains and config.zero_centred:
+    """The norm or residual rule, with zero-centred gains if the configuration says so.
+
+    NormlabError: gains that cannot be zero-centred, as of a norm that is not one of normlab's.
+    """
+    if not config.zero_centred:
+        return module
+    if not isinstance(module, ConstantStart):
+        if any(True for _ in module.parameters()):
+            raise NormlabError(
+                f"{type(module).__name__} has no zero-centred gain: zero_centred needs a subclass of normlab.norms.Norm"
+            )
+    elif module.gains:
         module.centre = 1.0
         module.reset_parameters()
     return module

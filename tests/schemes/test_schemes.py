@@ -17,13 +17,14 @@ from model_helpers import (
     tiny_model,
     tokens,
 )
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import normlab
 from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
 from normlab.models import swap_norms
 from normlab.norms import BHyT, LayerNorm, RMSNorm
-from normlab.schemes import TAGS, NormSite, Sublayer, get_scheme, tagged
+from normlab.schemes import TAGS, NormSite, Scheme, Sublayer, get_scheme, tagged
 
 
 def test_schemes_are_registered_under_their_names_and_no_two_are_called_alike():
@@ -162,6 +163,19 @@ def test_the_random_state_after_building_is_the_same_for_every_scheme(scheme):
     expected = torch.rand(4)
     fresh_model(scheme)
     assert_bits(torch.rand(4), expected)
+
+
+def test_a_schemes_norm_may_be_pytorchs(monkeypatch):
+    rms = lambda site: nn.RMSNorm(site.width, eps=site.config.rms_norm_eps)  # noqa: E731
+    monkeypatch.setitem(SCHEMES, "pytorchs", Scheme("pytorchs", "own", "own", "own", rms, "norm"))
+    expected = fresh_model("pre_rmsnorm")(tokens()).logits
+    assert_near(fresh_model("pytorchs")(tokens()).logits, expected, 1e-6)
+    torch.manual_seed(0)
+    swapped = lively(LlamaForCausalLM(LlamaConfig(**LLAMA))).eval()
+    expected = swapped(tokens()).logits
+    assert_near(swap_norms(swapped, "pytorchs")(tokens()).logits, expected, 1e-5)
+    with pytest.raises(NormlabError, match="^RMSNorm has no zero-centred gain: zero_centred needs a subclass"):
+        fresh_model("pytorchs", zero_centred=True)
 
 
 DRAWN = [("gatednorm", ".down", 7), ("mhc", "_residual.matrix", 6), ("osp_rmsnorm", "projection.weight", 2)]
