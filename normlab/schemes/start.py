@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
+from normlab.norms import Norm
 from normlab.norms.base import ConstantStart
+from normlab.norms.gain import ignores_centre
 
 
 @contextmanager
@@ -31,7 +33,7 @@ def own_draws(place: str) -> Iterator[None]:
 def centred(module: Any, config: Any) -> Any:
     """The norm or residual rule, with zero-centred gains if the configuration says so.
 
-    NormlabError: gains that cannot be zero-centred, as of a norm that is not one of normlab's.
+    NormlabError: gains that cannot be zero-centred. The norm is not one of normlab's, or does not use ``gamma()``.
     """
     if not config.zero_centred:
         return module
@@ -41,6 +43,11 @@ def centred(module: Any, config: Any) -> Any:
                 f"{type(module).__name__} has no zero-centred gain: zero_centred needs a subclass of normlab.norms.Norm"
             )
     elif module.gains:
+        if isinstance(module, Norm) and ignores_centre(module):
+            raise NormlabError(
+                f"{type(module).__name__} leaves out the centre of a zero-centred gain: multiply by self.gamma(), "
+                f"not by self.{module.gain_name}"
+            )
         module.centre = 1.0
         module.reset_parameters()
     return module

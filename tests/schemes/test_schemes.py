@@ -178,6 +178,17 @@ def test_a_schemes_norm_may_be_pytorchs(monkeypatch):
         fresh_model("pytorchs", zero_centred=True)
 
 
+def test_a_norm_that_ignores_its_centre_is_refused_zero_centred(monkeypatch):
+    class Unaware(RMSNorm):
+        def forward(self, x):
+            return self.weight * x
+
+    monkeypatch.setitem(SCHEMES, "unaware", Scheme("unaware", "own", "own", "own", lambda s: Unaware(s.width), "norm"))
+    fresh_model("unaware")
+    with pytest.raises(NormlabError, match=r"^Unaware leaves out the centre .* by self.gamma\(\), not by self.w"):
+        fresh_model("unaware", zero_centred=True)
+
+
 DRAWN = [("gatednorm", ".down", 7), ("mhc", "_residual.matrix", 6), ("osp_rmsnorm", "projection.weight", 2)]
 WAYS = [(*drawn, way) for drawn in DRAWN for way in ("built", "loaded")] + [(*DRAWN[0], "swapped")]
 
