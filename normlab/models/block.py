@@ -30,6 +30,15 @@ def _fuses_add(norm: Any, x: Tensor) -> bool:
     return active and not any(getattr(norm, kind) for kind in HOOKS)
 
 
+def _in_use(norm: Any) -> Any:
+    """The norm that a call of this one runs: of the copies that PEFT's LN tuning makes, the active one."""
+    copies = getattr(norm, "ln_tuning_layers", None)
+    if copies is None:
+        return norm
+    is_base = norm.disable_adapters or norm.merged or not norm.active_adapters
+    return norm.base_layer if is_base else copies[norm.active_adapters[0]]
+
+
 def whole(weight: Tensor) -> Tensor:
     """The weight, gathered from all ranks if it is sharded."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -204,7 +213,7 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         In evaluation it is cached until c or lambda is replaced or written to, or the mode is set, so that a decoded
         token runs no kernel for it. A write through ``.data`` is not seen before that. A captured CUDA graph keeps it.
         """
-        norm = self.norm_at("attn_in")
+        norm = _in_use(self.norm_at("attn_in"))
         c, lam = self.c_attn, norm.lam
         keeps = not (self.training or torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
         keeps = keeps and not (c.is_inference() or lam.is_inference())
