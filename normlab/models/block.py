@@ -23,6 +23,8 @@ from normlab.norms.gain import HOOKS
 from normlab.residuals import Residual
 from normlab.schemes import CORRECTIONS, PARTS, NormSite, Sublayer, correction_factors, get_scheme
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # not of 8 bits, which go with a scale
+
 
 def _fuses_add(norm: Any, x: Tensor) -> bool:
     """True if the addition can be fused into the norm: kernels are active, and no hooks are attached."""
@@ -44,14 +46,21 @@ def whole(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def _matrix(linear: Any) -> Tensor:
+def matrix_of(linear: Any) -> Tensor:
     """The whole matrix of a linear layer in float32, with PEFT's active adapters merged.
 
-    NormlabError: adapters of a kind that cannot be merged.
+    NormlabError: adapters of a kind that cannot be merged, or a weight that is kept as codes, as in 8 bits.
     """
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
+        kept = f"keeps it in {weight.dtype}" if isinstance(weight, Tensor) else "has none"
+        raise NormlabError(
+            f"c is of the numbers in v_proj's and o_proj's weight, and {type(linear).__name__} {kept}: "
+            'use carried="exact", which needs no c'
+        )
     is_plain = not hasattr(linear, "base_layer")
     if is_plain or getattr(linear, "merged", False) or getattr(linear, "disable_adapters", False):
-        return whole(linear.weight).float()
+        return whole(weight).float()
     hooks: dict[int, Any] = {id(getattr(part, kind)): OrderedDict() for part in linear.modules() for kind in HOOKS}
     copied = copy.deepcopy(linear, hooks).float()  # nobody's hooks see this copy
     try:
@@ -141,11 +150,11 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         the weights are sharded, every rank has to call this.
         """
         attention = self.self_attn
-        value = _matrix(attention.v_proj)
+        value = matrix_of(attention.v_proj)
         per_head = value.view(-1, attention.head_dim, value.shape[-1])
         value = per_head.repeat_interleave(attention.num_key_value_groups, dim=0).flatten(0, 1)
         with torch.autocast(value.device.type, enabled=False):  # float32 inside a mixed-precision step, too
-            product = _matrix(attention.o_proj) @ value
+            product = matrix_of(attention.o_proj) @ value
         return product.square().sum() / (self.train_seq_len * value.shape[-1])
 
     def norm_at(self, place: str) -> Any:
