@@ -21,7 +21,9 @@ from normlab.models.embeddings_head import changes_embeddings, changes_head
 from normlab.norms import Norm
 from normlab.norms.gain import HOOKS
 from normlab.residuals import Residual
-from normlab.schemes import CORRECTIONS, PARTS, NormSite, Sublayer, centred, correction_factors, get_scheme
+from normlab.schemes import CORRECTIONS, PARTS, NormSite, Sublayer, correction_factors, get_scheme
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # not of 8 bits, which go with a scale
 
 
 def _fuses_add(norm: Any, x: Tensor) -> bool:
@@ -30,19 +32,35 @@ def _fuses_add(norm: Any, x: Tensor) -> bool:
     return active and not any(getattr(norm, kind) for kind in HOOKS)
 
 
+def _in_use(norm: Any) -> Any:
+    """The norm that a call of this one runs: of the copies that PEFT's LN tuning makes, the active one."""
+    copies = getattr(norm, "ln_tuning_layers", None)
+    if copies is None:
+        return norm
+    is_base = norm.disable_adapters or norm.merged or not norm.active_adapters
+    return norm.base_layer if is_base else copies[norm.active_adapters[0]]
+
+
 def whole(weight: Tensor) -> Tensor:
     """The weight, gathered from all ranks if it is sharded."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def _matrix(linear: Any) -> Tensor:
+def matrix_of(linear: Any) -> Tensor:
     """The whole matrix of a linear layer in float32, with PEFT's active adapters merged.
 
-    NormlabError: adapters of a kind that cannot be merged.
+    NormlabError: adapters of a kind that cannot be merged, or a weight that is kept as codes, as in 8 bits.
     """
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
+        kept = f"keeps it in {weight.dtype}" if isinstance(weight, Tensor) else "has none"
+        raise NormlabError(
+            f"c is of the numbers in v_proj's and o_proj's weight, and {type(linear).__name__} {kept}: "
+            'use carried="exact", which needs no c'
+        )
     is_plain = not hasattr(linear, "base_layer")
     if is_plain or getattr(linear, "merged", False) or getattr(linear, "disable_adapters", False):
-        return whole(linear.weight).float()
+        return whole(weight).float()
     hooks: dict[int, Any] = {id(getattr(part, kind)): OrderedDict() for part in linear.modules() for kind in HOOKS}
     copied = copy.deepcopy(linear, hooks).float()  # nobody's hooks see this copy
     try:
@@ -132,11 +150,11 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         the weights are sharded, every rank has to call this.
         """
         attention = self.self_attn
-        value = _matrix(attention.v_proj)
+        value = matrix_of(attention.v_proj)
         per_head = value.view(-1, attention.head_dim, value.shape[-1])
         value = per_head.repeat_interleave(attention.num_key_value_groups, dim=0).flatten(0, 1)
         with torch.autocast(value.device.type, enabled=False):  # float32 inside a mixed-precision step, too
-            product = _matrix(attention.o_proj) @ value
+            product = matrix_of(attention.o_proj) @ value
         return product.square().sum() / (self.train_seq_len * value.shape[-1])
 
     def norm_at(self, place: str) -> Any:
@@ -204,7 +222,7 @@ class NormlabDecoderLayer(GradientCheckpointingLayer):
         In evaluation it is cached until c or lambda is replaced or written to, or the mode is set, so that a decoded
         token runs no kernel for it. A write through ``.data`` is not seen before that. A captured CUDA graph keeps it.
         """
-        norm = self.norm_at("attn_in")
+        norm = _in_use(self.norm_at("attn_in"))
         c, lam = self.c_attn, norm.lam
         keeps = not (self.training or torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
         keeps = keeps and not (c.is_inference() or lam.is_inference())
@@ -251,13 +269,12 @@ class JoiningDecoderLayer(NormlabDecoderLayer):
     ) -> None:
         super().__init__(config, layer_idx, attention, mlp)
         scheme = get_scheme(config.scheme)
-        rule = scheme.residual
-        if rule is None or self.carried:
+        if scheme.residual is None or self.carried:
             raise NormlabError(f"scheme {config.scheme} joins its branches by plain addition: use NormlabDecoderLayer")
         self.rule_names = {part: "residual" if scheme.shares_residual else f"{part}_residual" for part in PARTS}
         for part, name in self.rule_names.items():
             if name not in self._modules:
-                self.add_module(name, centred(rule(Sublayer(part, layer_idx + 1, config)), config))
+                self.add_module(name, scheme.rule_at(Sublayer(part, layer_idx + 1, config)))
         for part in PARTS:  # the usual site is that of the inner norm, if a branch has two norms of the stream
             inner, outer = self.norm_at(f"{part}_in"), self.norm_at(f"{part}_sum")
             if inner is not None and outer is not None:

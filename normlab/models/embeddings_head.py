@@ -10,13 +10,18 @@ from torch.nn import functional as F
 
 from normlab.residuals import rms_normalized, unit_length
 from normlab.schemes import get_scheme
+from normlab.schemes.start import own_draws
 
 
 class Projection(nn.Module):
-    """``y = W x``, W square and orthogonal at the start, drawn under a forked RNG: other weights do not change."""
+    """``y = W x``, W square and orthogonal at the start.
 
-    def __init__(self, width: int) -> None:
+    W is drawn from a stream of its place's own: "embeddings" or "head". So other weights do not change.
+    """
+
+    def __init__(self, width: int, place: str) -> None:
         super().__init__()
+        self.place = place
         self.weight = nn.Parameter(torch.empty(width, width))
         self.reset_parameters()
 
@@ -24,8 +29,8 @@ class Projection(nn.Module):
     def reset_parameters(self) -> None:
         if self.weight.device.type == "meta":
             return
-        with torch.random.fork_rng(devices=[]):
-            wide = torch.promote_types(self.weight.dtype, torch.float32)  # there is no QR in half precision
+        wide = torch.promote_types(self.weight.dtype, torch.float32)  # there is no QR in half precision
+        with own_draws(self.place):
             self.weight.copy_(nn.init.orthogonal_(torch.empty_like(self.weight, dtype=wide)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,7 +49,7 @@ class EmbeddingEnd(nn.Module):
         ends = get_scheme(config.scheme).ends
         self.unit = ends.unit_embeddings
         self.eps = config.rms_norm_eps if ends.normalized_embeddings else None
-        self.projection = Projection(config.hidden_size) if ends.projection else None
+        self.projection = Projection(config.hidden_size, "embeddings") if ends.projection else None
 
     def forward(self, embeddings: Tensor) -> Tensor:
         if self.unit:
@@ -66,7 +71,7 @@ class Head(nn.Linear):
         ends = get_scheme(config.scheme).ends
         self.unit = ends.unit_embeddings
         self.factor = 1.0 if ends.logit_factor is None else ends.logit_factor(config)
-        self.projection = Projection(config.hidden_size) if ends.projection else None
+        self.projection = Projection(config.hidden_size, "head") if ends.projection else None
         self.scale = nn.Parameter(torch.empty(config.vocab_size)) if ends.logit_scale else None
         self.shift = nn.Parameter(torch.empty(1)) if ends.head_shift else None
         self.reset_scale()

@@ -24,7 +24,8 @@ from normlab.models.embeddings_head import EmbeddingEnd, Head, Projection, chang
 from normlab.norms import Norm
 from normlab.norms.base import ConstantStart
 from normlab.residuals import Residual
-from normlab.schemes import CORRECTIONS, NormSite, Rate, centred, get_scheme
+from normlab.schemes import CORRECTIONS, NormSite, Rate, get_scheme
+from normlab.schemes.start import start_again
 
 KERNELS = ("auto", "triton", "torch")
 
@@ -49,7 +50,13 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        if isinstance(module, ConstantStart | Projection):
+        if getattr(module, "is_inside_placed", False):
+            return  # of a norm or residual rule, which gives it its start
+        if isinstance(module, Projection):
+            module.reset_parameters()
+        elif hasattr(module, "start_place"):
+            start_again(module)
+        elif isinstance(module, ConstantStart):
             module.reset_parameters()
         elif isinstance(module, NormlabDecoderLayer):
             if module.carried:  # called after the block's matrices have their weights, whether drawn or loaded
@@ -88,7 +95,7 @@ class NormlabModel(NormlabPreTrainedModel, LlamaModel):
             self._tied_weights_keys = {f"layers.{n}.{name}": f"layers.0.{name}" for n in later for name in first}
         self.norm: Any = scheme.norm_at(NormSite("final", config.num_hidden_layers + 1, config))
         if scheme.leave is not None:
-            self.norm = FinalNorm(centred(scheme.leave(config), config), self.norm)
+            self.norm = FinalNorm(scheme.leave_at(config), self.norm)
         self.rotary_emb = RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.shared_scale = None

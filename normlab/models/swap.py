@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from transformers import LlamaConfig, PreTrainedModel
 
 from normlab.errors import NormlabError
 from normlab.models.attention_mlp import changes_attention
-from normlab.models.block import NormlabDecoderLayer, decoder_layer
+from normlab.models.block import NormlabDecoderLayer, decoder_layer, matrix_of
 from normlab.models.config import NormlabConfig
+from normlab.norms import Norm
 from normlab.norms.gain import HOOKS, is_plain_gain
 from normlab.residuals import Residual
 from normlab.schemes import NormSite, get_scheme
@@ -45,7 +48,8 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
 
     Raises:
         NormlabError: a model, norm or gain of another kind. A scheme that changes more than the blocks' norms and sums.
-            A field that would change the attention.
+            A field that would change the attention. A carried statistic where attention does more with its values than
+            v_proj and o_proj, as BitNet's, or keeps them as codes.
     """
     row = get_scheme(scheme)
     if row.ends.embedding_scale is not None:
@@ -88,6 +92,12 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
     if changes_attention(config):
         raise NormlabError(
             "swap_norms keeps the model's attention: qk_norm and affine_attention are options of a NormlabConfig"
+        )
+    carrying = [block for index, block in enumerate(blocks) if config.carries_at(index + 1)]
+    if carrying and not _has_plain_values(base, [block.self_attn for block in carrying]):
+        raise NormlabError(
+            f"attention of {type(model).__name__} is more than v_proj, weights of the tokens and o_proj, as where it "
+            f'normalizes before o_proj: the statistic that {scheme} carries is not known there. Use carried="exact"'
         )
     for index, block in enumerate(blocks):
         blocks[index] = _rebuild(block, config, index)
@@ -149,6 +159,42 @@ def _adds_up(base: Any, blocks: Iterable[Any]) -> bool:
     )
 
 
+@torch.no_grad()
+def _has_plain_values(base: Any, attentions: list[Any]) -> bool:
+    """Run single tokens: True if attention then is v_proj, heads repeated, and o_proj, each its matrix and bias.
+
+    A sharded attention is not tried, since each part of it gives parts.
+    """
+    if any(isinstance(parameter, DTensor) for own in attentions for parameter in own.parameters()):
+        return True
+    seen: dict[tuple[int, str], Any] = {}
+    modes = {part: part.training for own in attentions for part in own.modules()}
+
+    def keep(key: tuple[int, str], module: nn.Module, inputs: tuple, output: Any) -> None:
+        seen[key] = inputs, output[0] if isinstance(output, tuple) else output
+
+    with ExitStack() as undo:
+        for part, mode in modes.items():  # dropout, also that of adapters, is in none of the matrices
+            undo.callback(setattr, part, "training", mode)
+            part.training = False
+        for index, own in enumerate(attentions):
+            undo.callback(own.v_proj.register_forward_hook(partial(keep, (index, "values"))).remove)
+            undo.callback(own.register_forward_hook(partial(keep, (index, "output"))).remove)
+        base(torch.arange(4, device=base.norm.weight.device)[:, None])
+
+    def applied(part: Any, x: Tensor) -> Tensor:
+        bias = getattr(part, "bias", None)
+        return F.linear(x.float(), matrix_of(part), None if bias is None else bias.float())
+
+    def is_plain(index: int, own: Any) -> bool:
+        (x,), values = seen[index, "values"]
+        heads = values.unflatten(-1, (-1, own.head_dim)).repeat_interleave(own.num_key_value_groups, dim=-2)
+        output = seen[index, "output"][1]
+        return _near(values, applied(own.v_proj, x)) and _near(output, applied(own.o_proj, heads.flatten(-2)))
+
+    return all(is_plain(index, own) for index, own in enumerate(attentions))
+
+
 def _near(x: Tensor, y: Tensor) -> bool:
     tolerance = 4 * torch.finfo(x.dtype).eps ** 0.75
     return bool((x - y).abs().max() <= tolerance * y.abs().max())
@@ -164,7 +210,8 @@ def _take_gain(old: Any, new: Any) -> nn.Module:
             raise NormlabError(
                 f"{type(new).__name__} has {gain.numel()} numbers as gain, not {weight.numel()}: train it from scratch"
             )
-        gain.data.copy_(weight * new.starts["weight"] - new.centre)
+        start, centre = (new.starts["weight"], new.centre) if isinstance(new, Norm) else (gain.data, 0.0)
+        gain.data.copy_(weight * start - centre)
     return new
 
 
@@ -190,7 +237,7 @@ def _made(ours: type, theirs: type) -> Any:
 @torch.no_grad()
 def _rebuild(block: Any, config: NormlabConfig, index: int) -> NormlabDecoderLayer:
     rebuilt = decoder_layer(config, index, attention=block.self_attn, mlp=block.mlp)
-    template = next(block.mlp.parameters())
+    template = block.post_attention_layernorm.weight  # a quantized matrix's type is that of its codes
     names = dict(rebuilt.layout.places())
     before_mlp = names.get("mlp_in", names.get("attn_sum"))
     old = {names.get("attn_in"): block.input_layernorm, before_mlp: block.post_attention_layernorm}

@@ -75,6 +75,16 @@ def gain_centre(norm: nn.Module, name: str = "") -> float:
     return 0.0 if _differs(_output_of(norm, name)(-1.0)) else 1.0
 
 
+@torch.no_grad()
+def ignores_centre(norm: Norm) -> bool:
+    """True if a norm with one gain gives another output for gain - 1 around a centre of 1 than for the gain itself."""
+    if norm.gains != (norm.gain_name,) or getattr(norm, norm.gain_name, torch.empty(0, device="meta")).is_meta:
+        return False
+    plain, around_one = copy.deepcopy(norm).eval(), copy.deepcopy(norm).eval()
+    plain.centre, around_one.centre = 0.0, 1.0
+    return not torch.allclose(_output_of(plain)(1.0), _output_of(around_one)(0.0), rtol=1e-5, atol=1e-6)
+
+
 def _output_of(norm: nn.Module, name: str = "") -> Callable[[float], Tensor]:
     """The output for random vectors, without the bias, by the number that stands everywhere in the gain `name`."""
     hooks: dict[int, Any] = {id(getattr(module, kind)): OrderedDict() for module in norm.modules() for kind in HOOKS}

@@ -126,8 +126,8 @@ class SeeDNorm(Norm):
 class GatedNorm(Norm):
     """``y = n * sigmoid(W_up silu(W_down n))`` with ``n = gamma * x / sqrt(mean(x^2) + eps)``.
 
-    W_up starts at 0, so the gate starts at 1/2. W_down starts N(0, std) under a forked RNG, so other weights do not
-    change. These starts are ours.
+    W_up starts at 0, so the gate starts at 1/2. W_down starts N(0, std). In a model it is drawn from a stream of its
+    place's own, so other weights do not change. These starts are ours.
 
     gamma = ``weight`` has shape ``(d,)``, W_down = ``down`` ``(r, d)`` and W_up = ``up`` ``(d, r)``.
 
@@ -155,8 +155,7 @@ class GatedNorm(Norm):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        with torch.random.fork_rng(devices=[]):
-            nn.init.normal_(self.down, std=self.std)
+        nn.init.normal_(self.down, std=self.std)
 
     def starting_map(self) -> StartingMap:
         return StartingMap(gain=0.5, eps=self.eps)

@@ -222,8 +222,8 @@ class ManifoldHyperConnected(Hyper):
 
     ``matrix`` holds W_r, W_w and W_m, ``bias`` b_r, b_w and b_m. ``factor`` holds the three a = 0.01. At the start
     sublayer k reads stream k mod n with weight 0.98. All streams are written with weight 1, and M is near the identity.
-    All streams start equal, so this starts as Pre-LN to about 1%. ``matrix`` is drawn under a forked RNG, so other
-    weights do not change.
+    All streams start equal, so this starts as Pre-LN to about 1%. In a model ``matrix`` is drawn from a stream of its
+    sublayer's own, so other weights do not change.
 
     Args:
         width: d.
@@ -252,8 +252,7 @@ class ManifoldHyperConnected(Hyper):
         read = LOGIT * (2 * self.first_read - 1) if n > 1 else torch.zeros(1)
         with torch.no_grad():
             self.bias.copy_(torch.cat([read, torch.zeros(n), LOGIT * torch.eye(n).flatten()]))  # 2 sigmoid(0) = 1
-        with torch.random.fork_rng(devices=[]):
-            nn.init.normal_(self.matrix, std=1 / math.sqrt(self.matrix.shape[1]))
+        nn.init.normal_(self.matrix, std=1 / math.sqrt(self.matrix.shape[1]))
 
     def _logits(self, state: Tensor, rows: slice, *factors: Tensor) -> Tensor:
         """``a v W + b`` for some rows of W, float32."""

@@ -4,6 +4,7 @@ scheme      the kinds of data: Layout, NormSite, Sublayer, Branches, Ends, Rate,
 core        the rows of the shipped runs
 literature  all other rows
 builders    functions that rows name: norms, residual rules, initialisation, rates
+start       a norm or residual rule in its place: its random draws, zero-centred gains
 
 ``SCHEMES`` holds all rows by name. `tagged` lists the schemes with a tag. Other files take names from here, and compare
 none.
@@ -24,9 +25,9 @@ from normlab.schemes.scheme import (
     Rate,
     Scheme,
     Sublayer,
-    centred,
     part_of,
 )
+from normlab.schemes.start import centred
 
 SCHEMES: dict[str, Scheme] = {row.name: row for row in (*core.ROWS, *literature.ROWS)}
 STUDIED = tuple(row.name for row in core.ROWS)  # of the shipped runs

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 
 from normlab.residuals import Residual
+from normlab.schemes.start import placed
 
 Family = Literal["norm", "placement", "depth", "residual", "streams", "without norm"]  # what a scheme changes
 PARTS = ("attn", "mlp")  # the sublayers of a block
@@ -154,14 +156,6 @@ class Rate:
     weight_decay: float = 1.0
 
 
-def centred(module: Any, config: Any) -> Any:
-    """The norm or residual rule, with zero-centred gains if the configuration says so."""
-    if module.gains and config.zero_centred:
-        module.centre = 1.0
-        module.reset_parameters()
-    return module
-
-
 PRE = Layout(attn_in="input_layernorm", mlp_in="post_attention_layernorm")
 POST = Layout(attn_sum="post_attention_layernorm", mlp_sum="post_feedforward_layernorm")
 OUT = Layout(attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm")
@@ -261,7 +255,17 @@ class Scheme:
 
     def norm_at(self, site: NormSite) -> Any:
         """The norm for a site, its gain zero-centred if the configuration says so."""
-        return centred(self.norm(site), site.config)
+        return placed(partial(self.norm, site), f"{site.layer}.{site.place}", site.config)
+
+    def rule_at(self, sublayer: Sublayer) -> Any:
+        """The residual rule of a sublayer, or None: plain addition. Its gains are zero-centred as a norm's are."""
+        if self.residual is None:
+            return None
+        return placed(partial(self.residual, sublayer), f"{sublayer.layer}.{sublayer.part}", sublayer.config)
+
+    def leave_at(self, config: Any) -> Any:
+        """What makes one stream of several, or None."""
+        return None if self.leave is None else placed(partial(self.leave, config), "leave", config)
 
     def matrix_std(self, name: str, config: Any) -> float:
         """Standard deviation of a block's matrix at the start."""

@@ -9,8 +9,12 @@ from model_helpers import LLAMA, assert_near, lively, tiny_model, tokens
 from reference_model import as_float64
 from reference_schemes import reference
 from transformers import (
+    BitNetConfig,
+    BitNetForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     DogeConfig,
     DogeForCausalLM,
     Gemma3ForCausalLM,
@@ -44,6 +48,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from normlab.errors import NormlabError
 from normlab.models import NormlabConfig, NormlabForCausalLM, refresh_carried, set_schedules, swap_norms
+from normlab.norms import RMSNorm
 from normlab.schemes import SCHEMES, STUDIED
 
 FAMILIES = [
@@ -325,3 +330,62 @@ def test_bhyt_is_refused_where_attention_has_no_values_matrix():
     )
     with pytest.raises(NormlabError, match="scheme bhyt needs v_proj and o_proj of the attention: DeepseekV3"):
         swap_norms(DeepseekV3ForCausalLM(config), "bhyt")
+
+
+class EightBitLinear(torch.nn.Module):
+    """y = x (codes times scale)^T, as libraries of 8-bit weights have it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        codes = (linear.weight.detach() / scale).round().to(torch.int8)
+        self.weight, self.bias = torch.nn.Parameter(codes, requires_grad=False), None
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def in_eight_bits(part, *names):
+    model = foreign(LlamaConfig, LlamaForCausalLM)
+    for block in model.model.layers:
+        for name in names:
+            setattr(getattr(block, part), name, EightBitLinear(getattr(getattr(block, part), name)))
+    return model
+
+
+@pytest.mark.parametrize("name", ["v_proj", "o_proj"])
+def test_c_of_codes_is_refused_and_the_model_left_as_it_was(name):
+    model = in_eight_bits("self_attn", name)
+    before = model(IDS).logits
+    with pytest.raises(NormlabError, match='EightBitLinear keeps it in torch.int8: use carried="exact"'):
+        swap_norms(model, "bhyt")
+    assert torch.equal(model(IDS).logits, before)
+    assert swap_norms(model, "bhyt", carried="exact")(IDS).logits.isfinite().all()
+
+
+def test_a_quantized_mlp_leaves_new_norms_the_precision_of_the_old_ones():
+    model = in_eight_bits("mlp", "gate_proj", "up_proj", "down_proj")
+    swapped = swap_norms(model, "peri_ln")
+    assert {norm.weight.dtype for norm in swapped.modules() if isinstance(norm, RMSNorm)} == {torch.float32}
+    assert swapped(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("config_class", "model_class"), [(BitNetConfig, BitNetForCausalLM), (DiffLlamaConfig, DiffLlamaForCausalLM)]
+)
+def test_a_statistic_is_not_carried_past_attention_that_is_not_linear_in_its_values(config_class, model_class):
+    model = foreign(config_class, model_class)
+    model.model.layers[1].self_attn.q_proj.train()
+    modes, before = [module.training for module in model.modules()], model(IDS).logits
+    with pytest.raises(NormlabError, match=f'attention of {model_class.__name__} is more than .* Use carried="exact"'):
+        swap_norms(model, "bhyt")
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(model(IDS).logits, before)
+    assert swap_norms(model, "bhyt", carried="exact")(IDS).logits.isfinite().all()
+
+
+def test_dropout_does_not_hide_that_attention_is_linear_in_its_values():
+    torch.manual_seed(0)
+    model = lively(LlamaForCausalLM(LlamaConfig(**LLAMA, attention_dropout=0.5))).train()
+    assert swap_norms(model, "bhyt").training

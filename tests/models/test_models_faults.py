@@ -393,6 +393,28 @@ def test_c_of_matrices_with_an_adapter_that_cannot_be_merged_is_refused(monkeypa
         model.refresh_carried()
 
 
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
+def test_a_carried_statistic_takes_the_lambda_of_the_copy_that_ln_tuning_runs():
+    import peft
+
+    model = tiny_model("bhyt").eval()
+    ids, names = tokens(), ["input_layernorm", "post_attention_layernorm", "norm"]
+    other = tiny_model("bhyt").eval()
+    for layer in other.model.layers:
+        layer.input_layernorm.lam.data += 0.7
+    base, moved = model(ids).logits, other(ids).logits
+    tuned = peft.get_peft_model(model, peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=names))
+    assert_bits(tuned(ids).logits, base)
+    for name, parameter in tuned.named_parameters():
+        if "input_layernorm.ln_tuning_layers" in name and name.endswith("lam"):
+            parameter.data += 0.7
+    tuned.eval()  # a write through .data is seen from here on
+    assert_bits(tuned(ids).logits, moved)
+    with tuned.disable_adapter():
+        assert_bits(tuned(ids).logits, base)
+    assert_bits(tuned.merge_and_unload()(ids).logits, moved)
+
+
 @pytest.mark.parametrize("scheme", ["complete_p", "fixnorm", "fixup", "ngpt", "osp_rmsnorm"])
 def test_a_head_that_is_more_than_a_matrix_takes_adapters_that_can_be_merged_only(scheme):
     from peft import LoraConfig, get_peft_model

@@ -20,13 +20,16 @@ from model_helpers import (
     tokens,
 )
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
 from normlab.models.embeddings_head import changes_head
 from normlab.models.pretrained import find_model, load_held_out
-from normlab.norms import Norm
+from normlab.norms import Norm, RMSNorm
+from normlab.residuals import Residual
+from normlab.schemes import Scheme
 
 
 @every_registered
@@ -191,6 +194,78 @@ def test_a_weight_that_a_checkpoint_lacks_has_its_start():
     head.shift.data.fill_(float("nan"))
     fresh_model("fixup")._init_weights(head)
     assert head.shift == 0
+
+
+class Ramp(Norm):
+    """An RMSNorm with tensors that only its own code can start: a fixed ramp, a gate, a parameter of PyTorch's."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.add_parameter("weight", hidden_size, 1.0)
+        self.bias = nn.Parameter(torch.linspace(0.1, 0.2, hidden_size))
+        self.register_buffer("ramp", torch.linspace(0.5, 1.5, hidden_size), persistent=False)
+        self.gate = nn.Linear(hidden_size, hidden_size)
+        self.inner = RMSNorm(hidden_size)
+        nn.init.constant_(self.gate.bias, 4.0)
+        nn.init.constant_(self.inner.weight, 3.0)
+
+    def forward(self, x):
+        return self.gamma() * self.inner(x) * self.ramp * self.gate(x).sigmoid() + self.bias
+
+
+class Sloped(Norm):
+    """An RMSNorm with a fixed ramp alone."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.add_parameter("weight", hidden_size, 1.0)
+        self.register_buffer("ramp", torch.linspace(0.5, 1.5, hidden_size), persistent=False)
+
+    def forward(self, x):
+        return self.gamma() * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.ramp
+
+
+class Fading(Residual):
+    """x + 0.9^l f."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(0.9**layer), persistent=False)
+
+    def join(self, state, branch, norm, read):
+        return norm(state + self.factor * branch)
+
+
+def test_what_only_a_norms_or_rules_class_knows_starts_as_the_class_has_it_and_is_there_after_loading(
+    tmp_path, monkeypatch
+):
+    def norm(site):
+        return Sloped(site.width) if site.place == "final" else Ramp(site.width)
+
+    row = Scheme("own", "own", "own", "own", norm, "norm", residual=lambda sublayer: Fading(sublayer.layer))
+    monkeypatch.setitem(SCHEMES, "own", row)
+
+    def assert_starts(model):
+        assert_bits(model.model.norm.ramp, torch.linspace(0.5, 1.5, 32))
+        for norm in (module for module in model.modules() if isinstance(module, Ramp)):
+            assert_bits(norm.ramp, torch.linspace(0.5, 1.5, 32))
+            assert_bits(norm.bias, torch.linspace(0.1, 0.2, 32))
+            assert (norm.gate.bias == 4).all() and (norm.inner.weight == 3).all()
+            assert 0.5 < norm.gate.weight.abs().max() * 32**0.5 <= 1  # nn.Linear's own, within 1/sqrt(d)
+        factors = [block.attn_residual.factor.item() for block in model.model.layers]
+        assert factors == pytest.approx([0.9, 0.9**2, 0.9**3])
+
+    model = fresh_model("own")
+    assert_starts(model)
+    assert_bits(model.lm_head.weight, fresh_model("pre_rmsnorm").lm_head.weight)
+    expected = model(tokens()).logits
+    model.save_pretrained(tmp_path / "own")
+    torch.empty(64, 32).fill_(7.0)  # what is freed is what a load finds in new memory
+    loaded = NormlabForCausalLM.from_pretrained(tmp_path / "own")
+    assert_starts(loaded)
+    assert_bits(loaded(tokens()).logits, expected)
+    fresh_model("pre_rmsnorm").save_pretrained(tmp_path / "plain")
+    assert_starts(NormlabForCausalLM.from_pretrained(tmp_path / "plain", config=model.config))
 
 
 def test_blocks_and_fields_that_are_not_there_are_named(tmp_path):

@@ -6,12 +6,25 @@ import re
 
 import pytest
 import torch
-from model_helpers import assert_bits, assert_near, every_scheme, fresh_model, lively, tiny_config, tiny_model, tokens
+from model_helpers import (
+    LLAMA,
+    assert_bits,
+    assert_near,
+    every_scheme,
+    fresh_model,
+    lively,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import normlab
 from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
+from normlab.models import swap_norms
 from normlab.norms import BHyT, LayerNorm, RMSNorm
-from normlab.schemes import TAGS, NormSite, Sublayer, get_scheme, tagged
+from normlab.schemes import TAGS, NormSite, Scheme, Sublayer, get_scheme, tagged
 
 
 def test_schemes_are_registered_under_their_names_and_no_two_are_called_alike():
@@ -150,6 +163,61 @@ def test_the_random_state_after_building_is_the_same_for_every_scheme(scheme):
     expected = torch.rand(4)
     fresh_model(scheme)
     assert_bits(torch.rand(4), expected)
+
+
+def test_a_schemes_norm_may_be_pytorchs(monkeypatch):
+    rms = lambda site: nn.RMSNorm(site.width, eps=site.config.rms_norm_eps)  # noqa: E731
+    monkeypatch.setitem(SCHEMES, "pytorchs", Scheme("pytorchs", "own", "own", "own", rms, "norm"))
+    expected = fresh_model("pre_rmsnorm")(tokens()).logits
+    assert_near(fresh_model("pytorchs")(tokens()).logits, expected, 1e-6)
+    torch.manual_seed(0)
+    swapped = lively(LlamaForCausalLM(LlamaConfig(**LLAMA))).eval()
+    expected = swapped(tokens()).logits
+    assert_near(swap_norms(swapped, "pytorchs")(tokens()).logits, expected, 1e-5)
+    with pytest.raises(NormlabError, match="^RMSNorm has no zero-centred gain: zero_centred needs a subclass"):
+        fresh_model("pytorchs", zero_centred=True)
+
+
+def test_a_norm_that_ignores_its_centre_is_refused_zero_centred(monkeypatch):
+    class Unaware(RMSNorm):
+        def forward(self, x):
+            return self.weight * x
+
+    monkeypatch.setitem(SCHEMES, "unaware", Scheme("unaware", "own", "own", "own", lambda s: Unaware(s.width), "norm"))
+    fresh_model("unaware")
+    with pytest.raises(NormlabError, match=r"^Unaware leaves out the centre .* by self.gamma\(\), not by self.w"):
+        fresh_model("unaware", zero_centred=True)
+
+
+DRAWN = [("gatednorm", ".down", 7), ("mhc", "_residual.matrix", 6), ("osp_rmsnorm", "projection.weight", 2)]
+WAYS = [(*drawn, way) for drawn in DRAWN for way in ("built", "loaded")] + [(*DRAWN[0], "swapped")]
+
+
+@pytest.mark.parametrize(("scheme", "drawn", "count", "way"), WAYS)
+def test_starts_of_different_places_are_drawn_independently_and_move_no_other_draw(scheme, drawn, count, way, tmp_path):
+    def start():
+        torch.manual_seed(3)
+        if way == "built":
+            return fresh_model(scheme)
+        llama = LlamaForCausalLM(LlamaConfig(**LLAMA))
+        if way == "swapped":
+            return swap_norms(llama, scheme)
+        llama.save_pretrained(tmp_path)
+        return NormlabForCausalLM.from_pretrained(
+            tmp_path, config=tiny_config(scheme), ignore_mismatched_sizes=True
+        )
+
+    model, state = start(), torch.get_rng_state()
+    starts = {name: tensor for name, tensor in model.state_dict().items() if name.endswith(drawn)}
+    assert len(starts) == count
+    correlation = torch.corrcoef(torch.stack([tensor.flatten() for tensor in starts.values()]))
+    assert correlation.fill_diagonal_(0).abs().max() < 0.25  # of at least 512 numbers each
+    again = start().state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in starts.items()), "the seed decides"
+    if way == "swapped":
+        torch.manual_seed(3)
+        LlamaForCausalLM(LlamaConfig(**LLAMA))
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
