@@ -32,6 +32,11 @@ class Variant:
     fields: Mapping[str, Any] = field(default_factory=dict)
     schemes: tuple[str, ...] = ()
 
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """What it changes in the model."""
+        return self.fields.get("model", {})
+
 
 @dataclass(frozen=True)
 class Part:
@@ -42,7 +47,7 @@ class Part:
         variants: of every run. By default each is trained once, unchanged.
         kept: depths whose seed 0 keeps its weights.
         best: train only that many schemes, those with the lowest loss at their best rate, and none whose runs diverged.
-            Where the preset has one rate, seed 0 of each scheme decides.
+            Where the preset, or every variant of a scheme, has one rate, its seed 0 decides.
         rate_of: the scheme whose learning rate all of the part take; by default each its own. This part or one before
             has that scheme.
     """
@@ -64,9 +69,12 @@ class Part:
         return tuple(s for s in self.schemes if any(s in (v.schemes or self.schemes) for v in self.variants))
 
     def tried_in(self, scheme: str) -> Variant:
-        """The variant that tries a scheme's rates: the first of this scheme without one of its own, if there is one."""
+        """The variant that tries a scheme's rates: the first of this scheme without one of its own, if there is one.
+
+        Of these it is the first that leaves the model unchanged, if there is one.
+        """
         own = [v for v in self.variants if scheme in (v.schemes or self.schemes)]
-        return next((v for v in own if "lr" not in v.fields), own[0])
+        return min(own, key=lambda variant: ("lr" in variant.fields, bool(variant.model)))
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,7 @@ class Preset:
     def trial(self, part: Part, pair: Pair, lr: float, **more: Any) -> TrainConfig:
         """Seed 0 of a scheme at a rate, in the variant that tries them.
 
-        NormlabError: it would have no held-out loss to choose by, or a rate of its own where several are to be tried.
+        NormlabError: it would have no held-out loss to choose by, or the preset's fields set its rate.
         """
         scheme, depth = pair
         fields = merged({**more, "keep_weights": depth in part.kept}, part.tried_in(scheme).fields)
@@ -159,12 +167,12 @@ class Preset:
         return configs
 
     def require_rates(self, part: Part, tried: Mapping[Pair, Mapping[str, Any]]) -> None:
-        """Refuse a part with runs at a rate that is not chosen, or that is chosen for another variant.
+        """Refuse a part with runs at a rate that is not chosen, or that is chosen on another model.
 
-        A rate that is chosen for unchanged runs is every variant's.
+        A rate that is chosen on an unchanged model is every variant's.
 
         Args:
-            tried: the fields of the variant that tries the rates of each pair, in this part or one before.
+            tried: the changes to the model on which the rates of each pair are tried, in this part or one before.
         """
         takers = [v for v in part.variants if "lr" not in v.fields] if isinstance(self.rate, Rates) else []
         for variant, depth in itertools.product(takers, part.depths):
@@ -175,11 +183,11 @@ class Preset:
                         f"preset {self.name} gives {scheme} the rate of {source}, which is not tried before at depth "
                         f"{at}: train {source} too"
                     )
-                if tried[pair] not in ({}, variant.fields):
+                if tried[pair] not in ({}, variant.model):
                     raise NormlabError(
-                        f"preset {self.name} chooses the rate of {source} at depth {at} by runs with "
-                        f"{dict(tried[pair])}, and gives it to runs with {dict(variant.fields)}: train unchanged runs "
-                        "before both, or give one of them an lr"
+                        f"preset {self.name} chooses the rate of {source} at depth {at} on models with "
+                        f"{dict(tried[pair])}, and gives it to models with {dict(variant.model)}: train unchanged "
+                        "models before both, or give one of them an lr"
                     )
 
     def entered(self, part: Part, depth: int, choices: Choices) -> Sequence[str]:
@@ -246,10 +254,11 @@ def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
         train([config for part in preset.parts for config in preset.grid(part, {}, **more)])
         return choices
     rates = preset.rate if isinstance(preset.rate, Rates) else Rates((preset.rate,), ())
+    at_own: dict[Pair, Choice] = {}  # of schemes that have one rate in a part, and that no other part takes
     tried: dict[Pair, Mapping[str, Any]] = {}
     for part in preset.parts:
-        own = {pair: part.tried_in(pair[0]).fields for pair in preset.tried(part)}
-        tried = own | tried
+        own = {pair: part.tried_in(pair[0]) for pair in preset.tried(part)}
+        tried = {pair: variant.model for pair, variant in own.items() if "lr" not in variant.fields} | tried
         preset.require_rates(part, tried)
 
         def losses(trials: Sequence[Trial], part: Part = part) -> dict[Trial, float]:
@@ -257,10 +266,14 @@ def walk(preset: Preset, train: Train, **more: Any) -> dict[Pair, Choice]:
             known = train(configs)
             return {t: known[c.run_id] for t, c in zip(trials, configs, strict=True) if c.run_id in known}
 
-        if pairs := [pair for pair, fields in own.items() if pair not in choices and fields == tried[pair]]:
+        new = {pair: variant for pair, variant in own.items() if pair not in choices}
+        given = [(pair, variant.fields["lr"]) for pair, variant in new.items() if "lr" in variant.fields]
+        here = {pair: Choice(lr, loss) for (pair, lr), loss in (losses(given) if given else {}).items()}
+        if pairs := [p for p, variant in new.items() if "lr" not in variant.fields and variant.model == tried[p]]:
             choices |= rates.choose(pairs, losses)
-        train(preset.grid(part, choices, **more))
-    return choices
+        train(preset.grid(part, here | choices, **more))
+        at_own |= here
+    return at_own | choices
 
 
 def loss_of(run: Run) -> float:

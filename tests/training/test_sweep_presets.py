@@ -233,17 +233,41 @@ def test_a_rate_that_is_chosen_for_a_changed_model_is_for_that_model_alone(text)
 
     assert found(CHANGED, CHANGED) == {0.4} and found(Variant(), CHANGED) == {0.2}
     for other in (Variant(), LARGER):
-        with pytest.raises(NormlabError, match="test chooses the rate of bhyt at depth 2 by runs with .*: 9.0}}, and "):
+        with pytest.raises(NormlabError, match="the rate of bhyt at depth 2 on models with {'lam_input': 9.0}, and gives"):
             found(CHANGED, other)
+
+
+@pytest.mark.parametrize("fields", [{"steps": 2}, {"log_every": 10}, {"keep_weights": True}, {"model": {}}])
+def test_a_rate_that_is_tried_otherwise_than_on_another_model_is_for_all_runs(fields, text):
+    parts = Part({2: 1}, ("bhyt",), (Variant(fields),)), Part({2: 2}, ("bhyt",), (Variant(), CHANGED))
+    at_best = {("bhyt", 0.2, seed, changed) for seed in (0, 1) for changed in (False, True)}
+    assert losses_known(small_preset(text, parts=parts)) == at_best | {("bhyt", lr, 0, False) for lr in (0.1, 0.4)}
+
+
+def test_rates_are_tried_on_the_unchanged_model_wherever_it_comes_in_a_part(text):
+    orders = (CHANGED, Variant()), (Variant(), CHANGED)
+    first, last = (losses_known(small_preset(text, parts=(Part({2: 2}, ("bhyt",), order),))) for order in orders)
+    assert first == last and {lr for _, lr, _, changed in first if changed} == {0.2}
+
+
+def test_a_scheme_at_one_rate_is_among_the_best_by_its_run_there_and_gives_that_rate_to_no_other_part(text):
+    variants = Variant({"lr": 0.8}, ("bhyt",)), Variant(schemes=("lns",))
+    best, all_of_bhyt = Part({2: 2}, ("bhyt", "lns"), variants, best=1), Part({2: 2}, ("bhyt",))
+    assert [(c.scheme, c.lr) for c in planned(small_preset(text, parts=(best,)))][0] == ("bhyt", 0.8)
+    tried = {("lns", lr, 0, False) for lr in (0.1, 0.2, 0.4)} | {("bhyt", 0.8, 0, False)}
+    assert losses_known(small_preset(text, parts=(best,))) == tried | {("lns", 0.2, 1, False)}
+    both = losses_known(small_preset(text, parts=(best, all_of_bhyt)))
+    assert {lr for scheme, lr, seed, _ in both if (scheme, seed) == ("bhyt", 1)} == {0.2}
 
 
 def test_a_rate_that_cannot_be_chosen_is_refused_before_anything_is_trained(text, tmp_path, monkeypatch):
     fake = InProcess()
     monkeypatch.setattr(sweep_module, "finish_in_any_order", fake)
-    best_of_one_rate = small_preset(text, parts=(Part({2: 1}, ("lns", "bhyt"), (AT_ONE_RATE,), best=1),))
+    one_for_all = small_preset(text, parts=(Part({2: 1}, ("lns", "bhyt")),))
+    one_for_all = replace(one_for_all, fields={**one_for_all.fields, "lr": 0.1})
     without_source = small_preset(text, parts=(Part({2: 1}, ("lns",), rate_of="bhyt"), Part({2: 1}, ("bhyt",))))
     for preset, words in (
-        (best_of_one_rate, "preset test tries rates of lns at depth 2, and all its runs there are given lr 0.1: leave"),
+        (one_for_all, "preset test tries rates of lns at depth 2, and all its runs there are given lr 0.1: leave"),
         (without_source, "test gives lns the rate of bhyt, which is not tried before at depth 2: train bhyt too"),
     ):
         for call in (lambda preset: quiet_sweep(preset, tmp_path), planned):
