@@ -21,7 +21,6 @@ from normlab.files import whole_files
 from normlab.models.block import FinalNorm, NormlabDecoderLayer
 from normlab.models.pretrained import BLOCKS, load_held_out, load_model, model_folder
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
-from normlab.norms.gain import HOOKS
 from normlab.probes import sites
 from normlab.release import shipped_models
 from normlab.runs import MANIFEST, read_manifest
@@ -79,7 +78,7 @@ def model_spec(model: Any) -> dict[str, Any]:
     )
     if not blocks or not plain or base.embedding_end is not None or isinstance(base.norm, FinalNorm):
         _refuse(model, "a block, an embedding or an attention of another kind")
-    if any(getattr(module, kind) for module in model.modules() for kind in HOOKS):
+    if any(map(_has_hooks, model.modules())):
         _refuse(model, "hooks")
     if any("forward" in vars(module) for module in model.modules()):
         _refuse(model, "a part with a forward of its own")
@@ -118,6 +117,12 @@ def model_spec(model: Any) -> dict[str, Any]:
     if missing := [name for name in _tensors(spec) if name not in there]:  # it is computed, or an adapter holds it
         _refuse(model, f"no tensor {missing[0]}")
     return spec
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """True if a forward pass runs hooks, but for those that transformers leaves to collect outputs when asked."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def _tensors(spec: Mapping[str, Any]) -> Iterator[str]:

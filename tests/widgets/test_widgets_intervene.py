@@ -424,6 +424,19 @@ def test_a_model_that_is_more_than_its_weights_answers_from_the_kernel(touch, wh
         assert widget.answer(asked)["loss"] == pytest.approx(float(model(TOKENS[:1], labels=TOKENS[:1]).loss), abs=1e-6)
 
 
+def test_a_model_that_was_asked_for_hidden_states_or_watched_backwards_still_runs_in_the_browser():
+    model = model_of("bhyt")
+    for options in ({}, {"output_hidden_states": True}, {"output_attentions": True}):
+        with torch.no_grad():
+            model(TOKENS, **options)
+        assert Intervene(model, TOKENS).weights
+    model.model.layers[1].register_full_backward_hook(lambda *_: None)
+    model.model.layers[1].register_full_backward_pre_hook(lambda *_: None)
+    assert Intervene(model, TOKENS).weights
+    ablate_by_a_hook(model)
+    assert not Intervene(model, TOKENS).weights
+
+
 def scaled(model: torch.nn.Module, factor: float, part: str, centre: float = 0.0) -> torch.nn.Module:
     """The gains whose names hold `part` times a factor."""
     copied = copy.deepcopy(model)
