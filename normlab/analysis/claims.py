@@ -131,7 +131,7 @@ def _rates(chosen: Selection, depth: int) -> str:
 
 
 def apart(runs: pd.DataFrame) -> str:
-    """`extremes` in a sentence, of the deepest models that three schemes share; empty where two schemes share none."""
+    """`extremes` in a sentence, at the depth of `deepest`; empty where two schemes share none."""
     depth = deepest(runs)
     runs = runs[runs["depth"] == depth]
     found = extremes(runs)
@@ -295,7 +295,7 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
 
     Args:
         runs: the table of `normlab.load_runs`.
-        depth: default the deepest at which three schemes were run.
+        depth: default that of `deepest`.
 
     Returns:
         One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning

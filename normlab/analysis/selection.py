@@ -109,14 +109,14 @@ def depths_of_most(table: pd.DataFrame) -> list[int]:
 
 def deepest(table: pd.DataFrame) -> int:
     """The deepest depth at which three schemes or more were run, with half as many schemes as at the depth with most,
-    and half as many seeds as at any of these.
+    and half as many seeds as at any of these. A depth's seeds are the median over its schemes.
 
     Of fewer schemes the deepest of those with most. A depth that a sweep has just begun is not shown in place of a
     whole one.
     """
-    counts = table.groupby("depth")[["scheme", "seed"]].nunique()
-    schemes = counts["scheme"]
-    seeds = counts.loc[schemes >= max(min(3, schemes.max()), schemes.max() / 2), "seed"]
+    by_depth = table.groupby(["depth", "scheme"], observed=True)["seed"].nunique().groupby("depth")
+    schemes, seeds = by_depth.size(), by_depth.median()
+    seeds = seeds[schemes >= max(min(3, schemes.max()), schemes.max() / 2)]
     return int(seeds.index[seeds >= seeds.max() / 2].max())
 
 

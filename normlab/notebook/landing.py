@@ -32,8 +32,7 @@ CARD_TAG = "card:"  # prefix of a tag of the first cell: the notebook has a card
 def findings(path: str | Path) -> dict[str, str]:
     """Findings of the runs at `path`, as heading -> sentences.
 
-    What was trained, which schemes learned, losses and growth of the deepest models that three schemes share, and
-    limits of the evidence.
+    What was trained, which schemes learned, losses and growth at the depth of `deepest`, and limits of the evidence.
 
     Raises:
         NormlabError: no runs there, or runs that differ in more than a table can show.

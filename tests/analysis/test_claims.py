@@ -201,6 +201,8 @@ def test_the_deepest_depth_at_which_schemes_can_be_compared():
     shallow = pd.concat([runs[runs["depth"] == 2].assign(seed=seed) for seed in range(7)])
     assert deepest(pd.concat([runs, shallow])) == 2, "three seeds of seven"
     assert deepest(pd.concat([runs, shallow.query("seed < 6")])) == 4
+    repeated = shallow[shallow["scheme"] == "lns"]
+    assert deepest(pd.concat([runs, repeated])) == 4, "a scheme that was repeated moves no depth"
 
 
 def test_one_seed_gives_an_estimate_and_no_interval():
