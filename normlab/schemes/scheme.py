@@ -202,7 +202,6 @@ class Scheme:
         after_step: applied to the model at the start and after each optimizer step.
         rates: factors on the optimizer's settings, by parameter name and number of its dimensions.
         released_as: values of ``norm_type``, or of ``model_type``, in the configurations of released checkpoints.
-        of_batches: a training pass takes statistics of all its tokens, so each step is one pass of one process.
         is_control: shown with BHyT as a control: its gain, or its map without the bound.
         unpredicted: why `normlab.analysis.theory` has no recursion for it. Empty: it has.
     """
@@ -232,7 +231,6 @@ class Scheme:
     after_step: Callable[[nn.Module], None] | None = None
     rates: Callable[[str, int, Any], Rate] | None = None
     released_as: tuple[str, ...] = ()
-    of_batches: bool = False
     is_control: bool = False
     unpredicted: str = ""
 

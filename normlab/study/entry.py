@@ -24,7 +24,6 @@ import torch
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.norms import Norm
-from normlab.norms.running import RunningNorm
 from normlab.runs import find_runs, read_manifest
 from normlab.schemes import BASELINE, SCHEMES, Scheme, get_scheme
 from normlab.study.own_file import executed
@@ -74,7 +73,6 @@ def scheme_of(what: str) -> Scheme:
             file.name,
             lambda site: kind(site.width),
             "norm",
-            of_batches=issubclass(found, RunningNorm),
             unpredicted="it is from a file",
         )
     else:

@@ -264,11 +264,7 @@ class TrainConfig:
         check(self)
         for name, value in as_floats(vars(self), _types(TrainConfig)).items():
             object.__setattr__(self, name, value)  # a frozen dataclass has no other way
-        of_batches = get_scheme(self.scheme).of_batches
-        require(
-            self.accumulate == 1 or not of_batches,
-            f"accumulate is {self.accumulate}; {self.scheme} takes statistics of a step's whole batch: leave it at 1",
-        )
+        get_scheme(self.scheme)
         require(
             self.heads is not None or self.width % HEAD_SIZE == 0,
             f"width {self.width} is no multiple of {HEAD_SIZE}, the default head size; give the heads",

@@ -49,8 +49,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 2**31 - 1), (-3, 2**30)
 def accelerator_for(config: TrainConfig) -> Accelerator:
     """The processes that train this run together: one, unless a launcher started more.
 
-    NormlabError: a GPU that is not there, or a number of ranks that does not divide the batch. Several ranks for a
-    scheme with statistics of a whole batch.
+    NormlabError: a GPU that is not there, or a number of ranks that does not divide the batch.
     """
     require_training()
     from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -75,8 +74,6 @@ def accelerator_for(config: TrainConfig) -> Accelerator:
             f"{accelerator.num_processes} ranks{parts} do not divide batch_size {config.batch_size}, the blocks that "
             "all of them together take a step: change one of the two"
         )
-    if accelerator.num_processes > 1 and get_scheme(config.scheme).of_batches:
-        raise NormlabError(f"{config.scheme} takes statistics of a step's whole batch: train it on one rank")
     return accelerator
 
 

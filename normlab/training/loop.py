@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import get_scheduler, set_seed
 
-from normlab.errors import in_one_line
+from normlab.errors import NormlabError, in_one_line
 from normlab.models import NormlabForCausalLM
+from normlab.norms.running import RunningNorm
 from normlab.training.attention import use_fast_attention
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import gathered, shard
@@ -77,6 +78,10 @@ class Training:
         compiled: whether steps run compiled. False once compiling has failed.
         scaler: the loss scaler of float16 steps; else None.
         seconds: of each step of this process, without reading the text.
+
+    Raises:
+        NormlabError: the model has norms with statistics of a whole batch, and a step is several passes or has several
+            ranks.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, accelerator: Accelerator) -> None:
@@ -84,6 +89,12 @@ class Training:
         self.done, self.compiled = 0, config.compile
         self.seconds: list[float] = []
         self.model = fresh_model(config, corpus, accelerator)
+        parts = config.accumulate * accelerator.num_processes
+        if parts > 1 and any(isinstance(module, RunningNorm) for module in self.model.modules()):
+            raise NormlabError(
+                f"{config.scheme} has norms with running statistics, of a step's whole batch: train it on one rank, "
+                "without accumulate"
+            )
         self.optimizer = optimizer_of(self.model, config)
         self.schedule = get_scheduler(
             "cosine_warmup_with_min_lr",

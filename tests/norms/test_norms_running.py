@@ -8,11 +8,7 @@ import torch
 from model_helpers import assert_bits, assert_near, assert_state, fresh_model, tokens
 from torch import Tensor
 
-from normlab.models import NormlabConfig
 from normlab.norms import PowerNorm, TaperNorm, UnifiedNorm
-from normlab.norms.running import RunningNorm
-from normlab.schemes import SCHEMES
-from normlab.schemes.scheme import NormSite
 
 EPS, STEPS, WIDTH = 1e-5, 40, 6
 KINDS = {"power": PowerNorm, "unified": UnifiedNorm}
@@ -175,14 +171,6 @@ def test_in_half_precision_running_statistics_stay_in_float32():
         norm.mean_square.fill_(1e5)  # more than float16 holds
         y = norm.eval().half()(torch.full((2, WIDTH), 300.0, dtype=torch.float16))
         assert y.dtype == torch.float16 and y[0, 0].item() == pytest.approx(300 / 1e5**0.5, rel=1e-3)
-
-
-def test_schemes_whose_norms_take_statistics_of_a_batch_are_marked():
-    config = NormlabConfig(hidden_size=WIDTH, num_attention_heads=1, num_hidden_layers=2)
-    for row in SCHEMES.values():
-        places = [place for layer in (1, 2) for place, _ in row.layout_at(layer, config).places()]
-        norms = [row.norm_at(NormSite(place, 1, config)) for place in (*places, "final")]
-        assert row.of_batches == any(isinstance(norm, RunningNorm) for norm in norms), row.name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -106,11 +106,6 @@ def test_a_scheme_in_a_file_may_say_more_than_a_norm(file):
     assert [name for name in SCHEMES if name.startswith("mine_")] == [found.name]
 
 
-def test_a_norm_in_a_file_that_takes_statistics_of_a_batch_is_marked(file):
-    file.write_text("from normlab.norms import PowerNorm\n\nclass Mine(PowerNorm):\n    pass\n")
-    assert league.scheme_of(f"{file}:Mine").of_batches
-
-
 def test_a_file_may_have_dataclasses(file):
     config = "from __future__ import annotations\nfrom dataclasses import dataclass\n" + MY_NORM
     file.write_text(config + "\n@dataclass\nclass Options:\n    eps: float = 1e-6\n")

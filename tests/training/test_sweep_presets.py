@@ -233,7 +233,7 @@ def test_a_rate_that_is_chosen_for_a_changed_model_is_for_that_model_alone(text)
 
     assert found(CHANGED, CHANGED) == {0.4} and found(Variant(), CHANGED) == {0.2}
     for other in (Variant(), LARGER):
-        with pytest.raises(NormlabError, match="the rate of bhyt at depth 2 on models with {'lam_input': 9.0}, and gives"):
+        with pytest.raises(NormlabError, match="rate of bhyt at depth 2 on models with {'lam_input': 9.0}, and"):
             found(CHANGED, other)
 
 

@@ -39,7 +39,6 @@ TEXT = Path("text.txt")
         ({"dtype": "int8"}, "dtype is 'int8'; choose one of auto, float32, bfloat16, float16"),
         ({"held_out": "train"}, "held_out is 'train'; choose one of all, validation, test"),
         ({"batch_size": 4, "accumulate": 3}, "accumulate is 3; it must divide batch_size 4"),
-        ({"scheme": "powernorm", "batch_size": 4, "accumulate": 2}, "accumulate is 2; powernorm takes .* at 1"),
         ({"stop_at": 9}, "stop_at is 9; the schedule has 8 steps"),
         ({"store_all": True, "probe_every": 0}, "give probe_every"),
         ({"store_all": True, "stream": True}, "leave stream off"),

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +131,6 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_in_one_line(config, go, 
     monkeypatch.setattr(accelerate.Accelerator, "num_processes", 3)
     with pytest.raises(NormlabError, match="^3 ranks do not divide batch_size 4, .*: change one of the two$"):
         go(config, tmp_path)
-
-
-def test_a_norm_of_a_whole_batch_is_refused_on_several_ranks(config, go, tmp_path, monkeypatch):
-    monkeypatch.setattr(accelerate.Accelerator, "num_processes", 2)
-    with pytest.raises(NormlabError, match="^unified_norm takes statistics of a step's whole batch: train it on one"):
-        go(replace(config, scheme="unified_norm"), tmp_path)
 
 
 @pytest.mark.slow

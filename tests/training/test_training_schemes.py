@@ -1,11 +1,18 @@
 """Schemes in a training run: schedules, weights after a step, and rates, in a resumed run too."""
 
+from dataclasses import replace
+
+import accelerate
 import pytest
 import torch
 from model_helpers import assert_state
-from training_helpers import tiny
+from training_helpers import tiny, write_run
 
-from normlab import NormlabForCausalLM
+from normlab import NormlabError, NormlabForCausalLM, sweep
+from normlab.norms import PowerNorm
+from normlab.runs import read_run
+from normlab.schemes import SCHEMES
+from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import Training
 
@@ -33,6 +40,31 @@ def test_the_optimizer_has_the_schemes_rates(text, corpus):
     found = {p: group["initial_lr"] for group in training.optimizer.param_groups for p in group["params"]}
     assert found[block.mlp.up_proj.weight] == pytest.approx(0.01 * 256 / 32)
     assert found[block.input_layernorm.weight] == pytest.approx(0.01)
+
+
+class Mine(PowerNorm):
+    """A norm of one's own."""
+
+
+@pytest.mark.parametrize(("accumulate", "ranks"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("scheme", ["powernorm", "unified_norm", "mine"])
+def test_norms_with_statistics_of_a_whole_batch_are_refused_where_a_step_is_several_passes(
+    accumulate, ranks, scheme, text, corpus, monkeypatch
+):
+    mine = replace(SCHEMES["pre_rmsnorm"], name="mine", norm=lambda site: Mine(site.width))
+    monkeypatch.setitem(SCHEMES, "mine", mine)
+    monkeypatch.setattr(accelerate.Accelerator, "num_processes", ranks)
+    config = tiny(text, scheme=scheme, batch_size=4, accumulate=accumulate)
+    with pytest.raises(NormlabError, match=f"^{scheme} has norms with running statistics, .*: train it on one rank, "):
+        Training(config, corpus, accelerator_for(config))
+
+
+def test_a_finished_run_of_an_earlier_version_that_trained_such_norms_in_parts_is_no_error(text, go, cache, tmp_path):
+    path = write_run(tiny(text, scheme="powernorm", accumulate=2, batch_size=4), tmp_path)
+    config = tiny(text, scheme="powernorm", batch_size=4)
+    result = sweep([config], tmp_path, cache_dir=cache, workers=1, threads=1, progress=False)
+    assert [each.name for each in result.runs] == [config.run_id] and not result.failures
+    assert TrainConfig.from_dict(read_run(path).manifest["config"]).accumulate == 2
 
 
 @pytest.mark.slow
