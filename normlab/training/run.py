@@ -26,6 +26,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -71,7 +72,8 @@ def train(
     progress: bool = True,
     watch: Watch | None = None,
 ) -> runs.Run:
-    """Train `config` under directory `out` and return the run. A killed run resumes; a finished one returns at once.
+    """Train `config` under directory `out` and return the run. A killed run resumes; a finished one returns at once,
+    with a warning where it lacks weights that `config` keeps.
 
     Args:
         out: may be an address (`normlab.store`). The run is trained in a folder of this machine and uploaded when it
@@ -82,9 +84,8 @@ def train(
 
     Raises:
         NormlabError: a corpus that cannot be read, or an output directory that holds something else. Also a run of the
-            same name made from other text, or finished without the weights that `config` keeps, or a number of ranks
-            that does not divide the batch, or that the scheme cannot have. A non-finite loss is no error: the run ends
-            with status "diverged".
+            same name made from other text, or a number of ranks that does not divide the batch, or ranks or parts of a
+            step that the scheme cannot have. A non-finite loss is no error: the run ends with status "diverged".
     """
     if not isinstance(config, TrainConfig):
         raise NormlabError(f"{config!r:.80} is no TrainConfig")
@@ -106,6 +107,12 @@ def train(
                     tqdm.write(why_dtype(device, config.dtype), file=sys.stderr)
                 with process_settings(config, device):
                     _run(config, corpus, accelerator, work, final, manifest, show, watch)
+            if is_first and config.keep_weights and not (final / runs.WEIGHTS).is_file():
+                warnings.warn(
+                    f"run {final} is finished and has no weights here; to train it again delete it or use another "
+                    "directory",
+                    stacklevel=2,
+                )
             return _finished(final, work, config, manifest)
 
 
@@ -226,11 +233,6 @@ def _finished(final: Path, work: Path, config: TrainConfig, manifest: dict[str, 
     """The finished run. NormlabError if it is damaged, or not the run that `config` asks for."""
     run = runs.read_run(final)
     require_same(run.manifest, config, manifest["corpus"])
-    if config.keep_weights and not (final / runs.WEIGHTS).is_file():
-        raise NormlabError(
-            f"run {final} is finished and kept no weights: delete it or use another directory to train it again, or "
-            "ask for no weights (--no-keep-weights)"
-        )
     run.table()  # raises if it cannot be read
     shutil.rmtree(work, ignore_errors=True)
     return run
