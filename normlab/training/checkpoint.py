@@ -43,7 +43,7 @@ class Checkpoints:
 
     Attributes:
         manifest: of the run before its first step. Once it is resumed, also `earlier_commits`: those of the processes
-            before this one, where the commit changed.
+            before this one, where the commit changed; "unknown" without git.
     """
 
     def __init__(
@@ -78,13 +78,14 @@ class Checkpoints:
         return self._seconds_before + time.perf_counter() - self.started
 
     def _name_commits(self, checkpoint: Path, begun: dict[str, Any]) -> None:
-        earlier, last, here = begun.get("earlier_commits", []), begun["commit"], self.manifest["commit"]
+        earlier = begun.get("earlier_commits", [])
+        last, here = (manifest["commit"] or "unknown" for manifest in (begun, self.manifest))
         if last != here:
             earlier = [*earlier, last]
             if self.training.accelerator.is_main_process:
                 warnings.warn(
-                    f"{checkpoint} was written at commit {last or 'unknown'}, and the run goes on at "
-                    f"{here or 'unknown'}: its numbers may be those of neither; the manifest names both",
+                    f"{checkpoint} was written at commit {last}, and the run goes on at {here}: its numbers may be "
+                    "those of neither; the manifest names both",
                     stacklevel=3,
                 )
         if earlier:

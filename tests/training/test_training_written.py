@@ -101,15 +101,18 @@ def test_a_finished_run_is_not_trained_again(text, go, tmp_path, monkeypatch):
     assert go(replace(tiny(text), threads=2, keep_weights=False, checkpoint_every=0), tmp_path).path == run.path
 
 
-def test_weights_that_a_finished_run_did_not_keep_are_refused_but_not_by_a_sweep(text, go, cache, tmp_path):
+def test_weights_that_a_finished_run_lacks_are_one_warning_and_none_in_a_sweep(text, go, cache, tmp_path):
     config = tiny(text, steps=2)
     run = go(replace(config, keep_weights=False), tmp_path / "runs")
     for is_packed in (False, True):
-        with pytest.raises(NormlabError, match=f"run {run.path} is finished and kept no weights: .*another directory"):
-            go(config, tmp_path / "runs")
-        result = sweep([config], tmp_path / "runs", cache_dir=cache, workers=1, threads=1, progress=False)
+        with pytest.warns(UserWarning, match=f"run {run.path} is finished and has no weights here; .*") as said:
+            assert go(config, tmp_path / "runs").manifest == run.manifest
+        assert len(said) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = sweep([config], tmp_path / "runs", cache_dir=cache, workers=1, threads=1, progress=False)
+            assert go(replace(config, keep_weights=False), tmp_path / "runs").manifest == run.manifest
         assert [each.name for each in result.runs] == [run.name] and not result.failures
-        assert go(replace(config, keep_weights=False), tmp_path / "runs").manifest == run.manifest
         if not is_packed:
             packed.pack(tmp_path / "runs")
 
@@ -193,6 +196,15 @@ def test_a_checkpoint_that_does_not_know_its_seconds_is_resumed(text, go, stop, 
     _rewrite(config, tmp_path, 2, begun)
     run = go(config, tmp_path)
     assert run.manifest["measured"]["resumed_from_step"] == 2 and "earlier_commits" not in run.manifest
+
+
+def test_a_resumed_run_that_began_without_git_names_that_commit_unknown(text, go, stop, tmp_path, monkeypatch):
+    config = tiny(text, steps=4)
+    monkeypatch.setattr(manifest, "commit", lambda: None)
+    stop(config, tmp_path, 2)
+    monkeypatch.setattr(manifest, "commit", lambda: "b" * 40)
+    with pytest.warns(UserWarning, match=f"was written at commit unknown, and the run goes on at {'b' * 40}: "):
+        assert go(config, tmp_path).manifest["earlier_commits"] == ["unknown"]
 
 
 def test_a_checkpoint_of_another_processor_is_set_aside_without_a_promise_of_the_same_numbers(
