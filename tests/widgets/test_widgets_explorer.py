@@ -288,9 +288,10 @@ def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
         lines = page.locator("pre").first.inner_text().splitlines()
         shown.until(lambda: explorer.theory and not explorer.band)
         assert explorer.step == 10  # the second view is its own
-        monkeypatch.setattr(normlab, "load_runs", lambda path: two_rates(), raising=False)
+        monkeypatch.setattr(normlab, "load_runs", lambda path, variants: two_rates(), raising=False)
         monkeypatch.setattr(normlab, "read_configs", lambda path: configs_of(two_rates()), raising=False)
         names: dict[str, Any] = {}
+        assert ", variants=False)" in lines[1]  # as the notebooks load them
         exec("\n".join([*lines[:2], "figure = " + lines[2]]), names)
         assert names["figure"].to_plotly_json() == explorer.figure.to_plotly_json()
         with page.expect_download() as download:

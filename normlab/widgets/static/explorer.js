@@ -266,7 +266,7 @@ function explorerPane(data, host, state, told, beside) {
     if (data.rates[state.depth].length > 1) given.push(`rate=${state.rate ?? '"best"'}`);
     if (state.theory) given.push(`theory=normlab.read_configs(${python(data.source)})`);
     if (state.published) given.push("published=normlab.load_published()");
-    return `import normlab\nruns = normlab.load_runs(${python(data.source)})\nnormlab.figures.profile(runs, ${python(state.metric)}, ${given.join(", ")})`;
+    return `import normlab\nruns = normlab.load_runs(${python(data.source)}, variants=False)\nnormlab.figures.profile(runs, ${python(state.metric)}, ${given.join(", ")})`;
   };
   at("code").addEventListener("click", () => {
     find("pre").textContent = code();
