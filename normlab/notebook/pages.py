@@ -27,11 +27,13 @@ from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
 
 import normlab
+from normlab import packed
 from normlab.errors import MissingPackage, NormlabError
 from normlab.files import whole_file
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, NotebookPage, share_plotly
 from normlab.notebook.landing import write_index
 from normlab.release import shipped_models
+from normlab.runs import MANIFEST, find_runs
 from normlab.widgets.explorer import explorer_page
 from normlab.widgets.live import live_page
 
@@ -83,10 +85,11 @@ def _failed(cell: NotebookNode) -> bool:
 
 
 def _is_current(done: Path, notebook: Path, runs: Path) -> bool:
-    """True if a notebook was executed on these runs, and neither has changed since."""
+    """True if a notebook was executed on these runs, and neither it nor a run has changed since, or come."""
     if not done.exists():
         return False
-    changed = max(path.stat().st_mtime for path in (notebook, runs, *runs.rglob("*")))
+    files = {file for run in find_runs(runs) for file in (run / MANIFEST, run.parent / packed.FILE)}
+    changed = max(path.stat().st_mtime for path in (notebook, *files) if path.exists())
     given = nbformat.read(done, as_version=4).metadata.get("papermill", {}).get("parameters", {})
     return given.get("RUNS") == str(runs) and done.stat().st_mtime > changed
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import nbformat
 from notebook_helpers import write_runs
 
+from normlab import packed
 from normlab.notebook import pages
 from normlab.notebook.pages import main
+from normlab.runs import MANIFEST
 
 
 def notebook(path: Path, source: str) -> None:
@@ -72,5 +74,24 @@ def test_a_page_is_kept_only_for_the_runs_that_it_was_made_of(tmp_path, monkeypa
     assert made_of(second, "--keep") == [str(second)] and made_of(second, "--keep") == []
     run = next(second.iterdir())
     later = (out / "executed" / "a.ipynb").stat().st_mtime + 10
-    os.utime(next(run.iterdir()), (later, later))  # a run that was trained further
+    os.utime(run / MANIFEST, (later, later))  # a run that was trained further
     assert made_of(second, "--keep") == [str(second)]
+
+
+def test_what_is_no_run_does_not_make_a_page_old_and_packed_runs_do(tmp_path):
+    runs = write_runs(tmp_path / "runs", depths=(2,), seeds=(0,))
+    source, done = tmp_path / "a.ipynb", runs / "executed" / "a.ipynb"
+    done.parent.mkdir()
+    notebook(source, "1 + 1")
+    cells = nbformat.read(source, as_version=4)
+    cells.metadata["papermill"] = {"parameters": {"RUNS": str(runs)}}
+    nbformat.write(cells, done)
+    (runs / "executed" / "b.ipynb").write_text("of another notebook, executed later")
+    (runs / "gone").symlink_to(tmp_path / "missing")
+    assert pages._is_current(done, source, runs)
+    packed.pack(runs)
+    os.utime(done)
+    assert pages._is_current(done, source, runs)
+    later = done.stat().st_mtime + 10
+    os.utime(runs / packed.FILE, (later, later))
+    assert not pages._is_current(done, source, runs)
