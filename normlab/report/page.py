@@ -209,10 +209,11 @@ def _sections(one: Measured, scheme: str | None) -> Iterator[Section]:
         yield tested("skip_sensitivity", skip_costs(costs, colored([*costs["part"]])))
     if cuts := cut_lines(one):
         lines = "".join(f"<li>{html.escape(line)}</li>" for line in cuts)
+        pieces = one.said_of_pieces("spans") or one.said_of_pieces("branches")  # one block has no span
         words = (
             "The span of blocks that costs least to drop, at each length; attention and MLP branches that cost least "
             "together, each new one beside those before it. In nats a token with the 95% interval"
-            f"{one.said_of_pieces('spans')}, chosen on other text than it is measured on where there is enough."
+            f"{pieces}, chosen on other text than it is measured on where there is enough."
         )
         yield Section("What to cut", f"<p>{words}</p><ul>{lines}</ul>", group=group)
     if "branches" in tables:

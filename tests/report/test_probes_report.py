@@ -592,6 +592,13 @@ def test_models_of_unlike_contexts_and_texts_say_what_each_read(saved, tmp_path)
     assert "<b>short.txt</b>: 1 piece of 16 tokens of short.txt; loss" in page
 
 
+def test_what_to_cut_of_one_block_says_how_many_pieces_it_is_of(saved, tmp_path):
+    reader, text = load(str(saved)).reader, saved / "text.txt"
+    probe_report(tiny_llama(num_hidden_layers=1), text, tokenizer=reader, out=tmp_path, length=16, rows=16)
+    page = (tmp_path / "report.html").read_text()
+    assert "In nats a token with the 95% interval, on the first 8 pieces, chosen on other text" in page
+
+
 def test_a_model_of_images_and_text_is_measured_on_text(tmp_path):
     text = hf.LlamaConfig(
         **{name: getattr(tiny_llama().config, name) for name in ("vocab_size", "hidden_size")},
