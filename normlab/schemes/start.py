@@ -28,7 +28,7 @@ def own_draws(place: str) -> Iterator[None]:
     So places draw independently of each other and of all other weights, and no other weight depends on them.
     """
     with torch.random.fork_rng(devices=[]):
-        state = torch.get_rng_state().numpy().tobytes()
+        state = bytes(torch.get_rng_state().tolist())  # not by NumPy, which no FakeTensorMode allows
         digest = blake2b(state + place.encode(), digest_size=4).digest()
         torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
         yield

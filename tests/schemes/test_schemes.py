@@ -18,6 +18,7 @@ from model_helpers import (
     tokens,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import normlab
@@ -163,6 +164,13 @@ def test_the_random_state_after_building_is_the_same_for_every_scheme(scheme):
     expected = torch.rand(4)
     fresh_model(scheme)
     assert_bits(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("scheme", ["pre_rmsnorm", "gatednorm"])
+def test_a_model_is_built_of_fake_tensors_too(scheme):
+    with FakeTensorMode():
+        sizes = {name: tensor.shape for name, tensor in fresh_model(scheme).state_dict().items()}
+    assert sizes == {name: tensor.shape for name, tensor in fresh_model(scheme).state_dict().items()}
 
 
 def test_a_schemes_norm_may_be_pytorchs(monkeypatch):
