@@ -37,7 +37,8 @@ def own_draws(place: str) -> Iterator[None]:
 def centred(module: Any, config: Any) -> Any:
     """The norm or residual rule, with zero-centred gains if the configuration says so.
 
-    NormlabError: gains that cannot be zero-centred. The norm is not one of normlab's, or does not use ``gamma()``.
+    NormlabError: gains that cannot be zero-centred. The norm is not one of normlab's, does not use ``gamma()``, or has a
+    gain that ``add_parameter`` does not know.
     """
     if not config.zero_centred:
         return module
@@ -47,10 +48,16 @@ def centred(module: Any, config: Any) -> Any:
                 f"{type(module).__name__} has no zero-centred gain: zero_centred needs a subclass of normlab.norms.Norm"
             )
     elif module.gains:
+        for name in module.gains:
+            if getattr(module, name, None) is not None and name not in module.starts:
+                raise NormlabError(
+                    f"{type(module).__name__} starts its gain {name} itself: register it by add_parameter for "
+                    "zero_centred, which starts it elsewhere"
+                )
         if isinstance(module, Norm) and ignores_centre(module):
             raise NormlabError(
                 f"{type(module).__name__} leaves out the centre of a zero-centred gain: multiply by self.gamma(), "
-                f"not by self.{module.gain_name}"
+                f"not by self.{module.gain_name}, and add self.centre to any other gain"
             )
         module.centre = 1.0
         module.reset_parameters()

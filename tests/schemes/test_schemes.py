@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import normlab
 from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
 from normlab.models import swap_norms
-from normlab.norms import BHyT, LayerNorm, RMSNorm
+from normlab.norms import BHyT, LayerNorm, Norm, RMSNorm
 from normlab.schemes import TAGS, NormSite, Scheme, Sublayer, get_scheme, tagged
 
 
@@ -195,6 +195,55 @@ def test_a_norm_that_ignores_its_centre_is_refused_zero_centred(monkeypatch):
     fresh_model("unaware")
     with pytest.raises(NormlabError, match=r"^Unaware leaves out the centre .* by self.gamma\(\), not by self.w"):
         fresh_model("unaware", zero_centred=True)
+
+
+def test_every_gain_is_tried_for_its_centre(monkeypatch):
+    class Unaware(Norm):
+        gains = ("weight", "second")
+
+        def __init__(self, width):
+            super().__init__(width)
+            self.add_parameter("weight", width, 1.0)
+            self.add_parameter("second", width, 1.0)
+
+        def forward(self, x):
+            return self.gamma() * self.second * x
+
+    monkeypatch.setitem(SCHEMES, "unaware", Scheme("unaware", "own", "own", "own", lambda s: Unaware(s.width), "norm"))
+    with pytest.raises(NormlabError, match="^Unaware leaves out the centre of a zero-centred gain: .* self.gamma()"):
+        fresh_model("unaware", zero_centred=True)
+
+
+def test_a_gain_that_only_its_class_starts_is_refused_zero_centred(monkeypatch):
+    class Own(Norm):
+        def __init__(self, width):
+            super().__init__(width)
+            self.weight = nn.Parameter(torch.ones(width))
+
+        def forward(self, x):
+            return self.gamma() * x
+
+    monkeypatch.setitem(SCHEMES, "own", Scheme("own", "own", "own", "own", lambda s: Own(s.width), "norm"))
+    fresh_model("own")
+    with pytest.raises(NormlabError, match="^Own starts its gain weight itself: register it by add_parameter for zero"):
+        fresh_model("own", zero_centred=True)
+
+
+@pytest.mark.parametrize("gain", [None, 1])
+def test_a_norm_without_a_gain_or_a_width_may_be_zero_centred(gain, monkeypatch):
+    class Narrow(Norm):
+        def __init__(self, width):
+            super().__init__()
+            self.width = width
+            self.register_parameter("weight", None) if gain is None else self.add_parameter("weight", gain, 1.0)
+
+        def forward(self, x):
+            y = nn.functional.rms_norm(x, (self.width,), eps=1e-6)
+            return y if self.weight is None else self.gamma() * y
+
+    monkeypatch.setitem(SCHEMES, "narrow", Scheme("narrow", "own", "own", "own", lambda s: Narrow(s.width), "norm"))
+    expected = fresh_model("narrow")(tokens()).logits
+    assert_bits(fresh_model("narrow", zero_centred=True)(tokens()).logits, expected)
 
 
 DRAWN = [("gatednorm", ".down", 7), ("mhc", "_residual.matrix", 6), ("osp_rmsnorm", "projection.weight", 2)]
