@@ -246,6 +246,20 @@ def test_a_norm_without_a_gain_or_a_width_may_be_zero_centred(gain, monkeypatch)
     assert_bits(fresh_model("narrow", zero_centred=True)(tokens()).logits, expected)
 
 
+def test_a_norm_with_a_kernel_may_have_no_operands():
+    class Free(Norm):
+        @staticmethod
+        def kernel(x, kernels):
+            return 2 * x
+
+        def operands(self):
+            return ()
+
+    x = torch.ones(3, 4)
+    assert_bits(Free(4)(x), 2 * x)
+    assert_bits(Free(4).add(x, x)[1], 4 * x)
+
+
 DRAWN = [("gatednorm", ".down", 7), ("mhc", "_residual.matrix", 6), ("osp_rmsnorm", "projection.weight", 2)]
 WAYS = [(*drawn, way) for drawn in DRAWN for way in ("built", "loaded")] + [(*DRAWN[0], "swapped")]
 
