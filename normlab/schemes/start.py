@@ -37,8 +37,8 @@ def own_draws(place: str) -> Iterator[None]:
 def centred(module: Any, config: Any) -> Any:
     """The norm or residual rule, with zero-centred gains if the configuration says so.
 
-    NormlabError: gains that cannot be zero-centred. The norm is not one of normlab's, does not use ``gamma()``, or has a
-    gain that ``add_parameter`` does not know.
+    NormlabError: gains that cannot be zero-centred. The norm is not one of normlab's, does not use ``gamma()``, or does
+    not start each gain by ``add_parameter``.
     """
     if not config.zero_centred:
         return module
