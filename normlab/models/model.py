@@ -25,7 +25,7 @@ from normlab.norms import Norm
 from normlab.norms.base import ConstantStart
 from normlab.residuals import Residual
 from normlab.schemes import CORRECTIONS, NormSite, Rate, get_scheme
-from normlab.schemes.start import start_again
+from normlab.schemes.start import is_made_anew, start_again
 
 KERNELS = ("auto", "triton", "torch")
 
@@ -47,6 +47,10 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["NormlabDecoderLayer", "JoiningDecoderLayer"]
     _can_record_outputs = {"hidden_states": NormlabDecoderLayer, "attentions": LlamaAttention}
     _keys_to_ignore_on_load_missing = [r"(^|\.)c_attn$"]  # computed from the weights, so nothing to warn of
+
+    def _initialize_weights(self, module: Any, is_custom_code: bool = False) -> None:
+        # Of custom code transformers leaves out a module whose own tensors are loaded, whatever those inside it lack.
+        super()._initialize_weights(module, is_custom_code and not is_made_anew(module))
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:

@@ -183,8 +183,8 @@ def _has_plain_values(base: Any, attentions: list[Any]) -> bool:
         base(torch.arange(4, device=base.norm.weight.device)[:, None])
 
     def applied(part: Any, x: Tensor) -> Tensor:
-        bias = getattr(part, "bias", None)
-        return F.linear(x.float(), matrix_of(part), None if bias is None else bias.float())
+        bias = part(torch.zeros_like(x[:1]))  # with what adapters make of it
+        return F.linear(x.float(), matrix_of(part)) + bias.float()
 
     def is_plain(index: int, own: Any) -> bool:
         (x,), values = seen[index, "values"]
@@ -196,7 +196,7 @@ def _has_plain_values(base: Any, attentions: list[Any]) -> bool:
 
 
 def _near(x: Tensor, y: Tensor) -> bool:
-    tolerance = 4 * torch.finfo(x.dtype).eps ** 0.75
+    tolerance = 4 * max(torch.finfo(tensor.dtype).eps for tensor in (x, y)) ** 0.75
     return bool((x - y).abs().max() <= tolerance * y.abs().max())
 
 

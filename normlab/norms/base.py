@@ -150,13 +150,15 @@ class Norm(ConstantStart):
         raise NotImplementedError
 
     def operands(self) -> tuple[Any, ...]:
-        """Return the kernel's arguments after x, the gain first."""
+        """Return the kernel's arguments after x, the gain first if there is one."""
         raise NotImplementedError
 
     def _operands_for(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """The operands for x of a dtype. A gain that is a buffer is in float32, which is no reason to widen y."""
+        if self.gain_name not in self._buffers:
+            return self.operands()
         gain, *others = self.operands()
-        return gain.to(dtype) if self.gain_name in self._buffers else gain, *others
+        return gain.to(dtype), *others
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernel(x, *self._operands_for(x.dtype), kernels=self.kernels)

@@ -31,7 +31,7 @@ def is_plain_gain(norm: nn.Module) -> bool:
     """
     if getattr(norm, gain_name(norm), None) is None:
         return False
-    output = _output_of(norm)
+    output = _output_of(norm, gain_name(norm))
     return not output(0.0).any() and torch.allclose(output(16.0), 16 * output(1.0), rtol=1e-5, atol=1e-6)
 
 
@@ -72,26 +72,39 @@ def gain_centre(norm: nn.Module, name: str = "") -> float:
     """
     if isinstance(norm, Norm):
         return norm.centre
-    return 0.0 if _differs(_output_of(norm, name)(-1.0)) else 1.0
+    return 0.0 if _differs(_output_of(norm, name or gain_name(norm))(-1.0)) else 1.0
 
 
 @torch.no_grad()
 def ignores_centre(norm: Norm) -> bool:
-    """True if a norm with one gain gives another output for gain - 1 around a centre of 1 than for the gain itself."""
-    if norm.gains != (norm.gain_name,) or getattr(norm, norm.gain_name, torch.empty(0, device="meta")).is_meta:
+    """True if a norm gives another output for its gains - 1 around a centre of 1 than for the gains themselves.
+
+    False where it cannot be tried: without a gain or its values, or on vectors of a width that the norm does not tell.
+    """
+    names = gain_names(norm)
+    if not names or any(getattr(norm, name).is_meta for name in names):
         return False
     plain, around_one = copy.deepcopy(norm).eval(), copy.deepcopy(norm).eval()
     plain.centre, around_one.centre = 0.0, 1.0
-    return not torch.allclose(_output_of(plain)(1.0), _output_of(around_one)(0.0), rtol=1e-5, atol=1e-6)
+    try:
+        outputs = _output_of(plain, *names)(1.0), _output_of(around_one, *names)(0.0)
+        return not torch.allclose(*outputs, rtol=1e-5, atol=1e-6)
+    except Exception:  # whatever another's code raises
+        return False
 
 
-def _output_of(norm: nn.Module, name: str = "") -> Callable[[float], Tensor]:
-    """The output for random vectors, without the bias, by the number that stands everywhere in the gain `name`."""
+def _output_of(norm: nn.Module, *names: str) -> Callable[[float], Tensor]:
+    """The output for random vectors, without the bias, by the number that stands everywhere in the gains `names`."""
     hooks: dict[int, Any] = {id(getattr(module, kind)): OrderedDict() for module in norm.modules() for kind in HOOKS}
-    name, norm = name or gain_name(norm), copy.deepcopy(norm, hooks).float()  # nobody's hooks see this copy
+    norm = copy.deepcopy(norm, hooks).float()  # nobody's hooks see this copy
     tensors = dict(chain(norm.named_parameters(), norm.named_buffers()))
-    gain = tensors[name]
+    gains = [tensors[name] for name in names]
     zeros = {"bias": torch.zeros_like(tensors["bias"])} if "bias" in tensors else {}
-    width = getattr(norm, "hidden_size", None) or gain.numel()  # ScaleNorm has one gain for all
-    x = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0)).to(gain)
-    return lambda value: functional_call(norm, zeros | {name: torch.full_like(gain, value)}, (x,))
+    width = getattr(norm, "hidden_size", None) or gains[0].numel()  # ScaleNorm has one gain for all
+    x = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0)).to(gains[0])
+
+    def output(value: float) -> Tensor:
+        full = {name: torch.full_like(gain, value) for name, gain in zip(names, gains, strict=True)}
+        return functional_call(norm, zeros | full, (x,))
+
+    return output

@@ -13,7 +13,10 @@ from normlab.norms.base import Norm, StartingMap
 class LayerNorm(Norm):
     """``y = gamma * (x - mean(x)) / sqrt(var(x) + eps) + beta``, biased variance, statistics in float32.
 
-    gamma = ``weight`` and beta = ``bias`` have shape ``(d,)``.
+    gamma = ``weight`` and beta = ``bias`` have shape ``(d,)``. beta may be None.
+
+    y has the wider dtype of x and gamma, as RMSNorm's has, but on a CPU x's, as PyTorch's LayerNorm gives it. So norms
+    in float32 leave a stream in half precision as it is there.
 
     Args:
         hidden_size: d.
@@ -24,7 +27,7 @@ class LayerNorm(Norm):
 
     operations = 7.0
     kernel, add_kernel = staticmethod(nk.layer_norm), staticmethod(nk.add_layer_norm)
-    bias: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size)
@@ -36,7 +39,7 @@ class LayerNorm(Norm):
         """Features have mean 0, as in a wide residual stream before training."""
         return StartingMap(eps=self.eps)
 
-    def operands(self) -> tuple[Tensor, Tensor, float]:
+    def operands(self) -> tuple[Tensor, Tensor | None, float]:
         return self.gamma(), self.bias, self.eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,8 +47,8 @@ class LayerNorm(Norm):
             return super().forward(x)
         gamma, bias, eps = self.operands()
         wide = torch.promote_types(x.dtype, torch.float32)  # PyTorch sums gradients of 16 bits in 16 bits
-        y = F.layer_norm(x.to(wide), gamma.shape, gamma.to(wide), bias.to(wide), eps)
-        return y.to(torch.promote_types(x.dtype, gamma.dtype))
+        y = F.layer_norm(x.to(wide), gamma.shape, gamma.to(wide), None if bias is None else bias.to(wide), eps)
+        return y.to(x.dtype if x.device.type == "cpu" else torch.promote_types(x.dtype, gamma.dtype))
 
     def shares(self, x: Tensor, parts: Tensor) -> Tensor:
         """As in every norm, but each part is centred first."""

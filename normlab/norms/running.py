@@ -162,8 +162,8 @@ class RunningNorm(Norm):
     gradient. While ``warming``, s is the present pass's: tokens see the batch's later ones. Each rank, and each part of
     an accumulated batch, is a pass with an s of its own, so their number moves the training.
 
-    What a step saw is dropped where it is not finite, as where a loss scale makes it overflow. Otherwise a loss scale
-    has to be constant: nu is a running mean of scaled gradients.
+    What a step saw is dropped where it is not finite, as where a loss scale makes it overflow, and does not count as a
+    step of s. Otherwise a loss scale has to be constant: nu is a running mean of scaled gradients.
 
     gamma = ``weight``, beta = ``bias``, s = ``mean_square`` and nu = ``gradient`` have shape ``(d,)``.
 
@@ -185,6 +185,7 @@ class RunningNorm(Norm):
         super().__init__(hidden_size)
         self.eps, self.momentum, self.warmup = eps, momentum, warmup
         self.warming = True
+        self.dropped = 0  # of this training's steps, those that left no mean of x^2
         self.noted: dict[str, tuple[Tensor, int]] = {}  # sums, and how many passes
         self.add_parameter("weight", hidden_size, 1.0)
         self.add_parameter("bias", hidden_size, 0.0)
@@ -218,6 +219,8 @@ class RunningNorm(Norm):
 
     @torch.no_grad()
     def at_step(self, step: int, total: int) -> None:
+        if step == 0:
+            self.dropped = 0
         if self.noted:
             nothing = torch.zeros_like(self.mean_square), 1  # if no backward pass reached this norm
             noted = {"gradient": nothing, "square": nothing, **self.noted}
@@ -227,15 +230,17 @@ class RunningNorm(Norm):
                     torch.distributed.all_reduce(mean)
                     mean.div_(ranks)
             if means["mean_square"].isfinite().all():
-                self._update(step, means["mean_square"])
+                self._update(step - self.dropped, means["mean_square"])
+            else:
+                self.dropped += 1
             if all(means[name].isfinite().all() for name in ("gradient", "square")):
                 self._update_gradient(means["gradient"], means["square"])
         self.noted = {}
-        self.warming = step < max(round(self.warmup * total, 6), self.shortest_warmup)
+        self.warming = step < round(self.warmup * total, 6) or step - self.dropped < self.shortest_warmup
 
-    def _rate(self, step: int) -> float:
-        """Rate of a running mean that does not contain its start."""
-        return max(1 - self.momentum, 1 / max(step, 1))
+    def _rate(self, number: int) -> float:
+        """Rate of a running mean's next value, by its number from 1. The mean does not contain its start."""
+        return max(1 - self.momentum, 1 / max(number, 1))
 
     def _used(self, batch: Tensor) -> Tensor:
         """s of this training pass, from the batch's mean of x^2."""
@@ -245,8 +250,8 @@ class RunningNorm(Norm):
         """psi of this backward pass, from its mean of g z."""
         raise NotImplementedError
 
-    def _update(self, step: int, mean_square: Tensor) -> None:
-        """Update the buffers with a step's mean of x^2."""
+    def _update(self, number: int, mean_square: Tensor) -> None:
+        """Update the buffers with a step's mean of x^2, by its number among those that were not dropped, from 1."""
         raise NotImplementedError
 
     def _update_gradient(self, gradient: Tensor, square: Tensor) -> None:
@@ -273,8 +278,8 @@ class PowerNorm(RunningNorm):
     def _psi(self, gradient: Tensor) -> Tensor:
         return self.gradient.float()
 
-    def _update(self, step: int, mean_square: Tensor) -> None:
-        self.mean_square.lerp_(mean_square.to(self.mean_square.dtype), self._rate(step))
+    def _update(self, number: int, mean_square: Tensor) -> None:
+        self.mean_square.lerp_(mean_square.to(self.mean_square.dtype), self._rate(number))
 
     def _update_gradient(self, gradient: Tensor, square: Tensor) -> None:
         fresh = 1 - self.momentum
@@ -319,8 +324,8 @@ class UnifiedNorm(RunningNorm):
         latest = gradient if self.warming else torch.cat([self.gradients[1:], gradient[None]]).mean(0)
         return self.gradient.float().lerp(latest.float(), 1 - self.momentum)
 
-    def _update(self, step: int, mean_square: Tensor) -> None:
-        self.mean_square.lerp_(self._used(mean_square).to(self.mean_square.dtype), self._rate(step))
+    def _update(self, number: int, mean_square: Tensor) -> None:
+        self.mean_square.lerp_(self._used(mean_square).to(self.mean_square.dtype), self._rate(number))
         self._append(self.squares, mean_square)
 
     def _update_gradient(self, gradient: Tensor, square: Tensor) -> None:

@@ -389,3 +389,32 @@ def test_dropout_does_not_hide_that_attention_is_linear_in_its_values():
     torch.manual_seed(0)
     model = lively(LlamaForCausalLM(LlamaConfig(**LLAMA, attention_dropout=0.5))).train()
     assert swap_norms(model, "bhyt").training
+
+
+def test_a_statistic_is_carried_in_float64_too():
+    expected = swap_norms(foreign(LlamaConfig, LlamaForCausalLM), "bhyt").model.layers[1].c_attn
+    swapped = swap_norms(foreign(LlamaConfig, LlamaForCausalLM).double(), "bhyt")
+    assert swapped.model.layers[1].c_attn == expected and swapped(IDS).logits.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", ["IA3", "LoRA with a bias"])
+def test_a_statistic_is_carried_past_adapters_that_change_the_values_bias(kind):
+    import peft  # slow to import
+
+    adapters = {
+        "IA3": peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[], init_ia3_weights=False),
+        "LoRA with a bias": peft.LoraConfig(target_modules=["v_proj"], r=2, init_lora_weights=False, lora_bias=True),
+    }
+    model = foreign(Qwen2Config, Qwen2ForCausalLM)
+    peft.inject_adapter_in_model(adapters[kind], model)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and name.endswith("bias"):
+            parameter.data.normal_()
+    merged = copy.deepcopy(model)
+    for block in merged.model.layers:
+        block.self_attn.v_proj.merge()
+        block.self_attn.v_proj = block.self_attn.v_proj.get_base_layer()
+    assert not torch.equal(merged(IDS).logits, foreign(Qwen2Config, Qwen2ForCausalLM)(IDS).logits)
+    expected = [block.c_attn.item() for block in swap_norms(merged, "bhyt").model.layers]
+    found = [block.c_attn.item() for block in swap_norms(model, "bhyt").model.layers]
+    assert found == pytest.approx(expected, rel=1e-5)

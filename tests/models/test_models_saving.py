@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from model_helpers import (
     every_registered,
     every_scheme,
     fresh_model,
+    lively,
     tiny_config,
     tiny_model,
     tokens,
@@ -225,6 +227,31 @@ class Sloped(Norm):
         return self.gamma() * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.ramp
 
 
+class Holding(Norm):
+    """A gain of its own. All else is in modules inside it."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.add_parameter("weight", hidden_size, 1.0)
+        self.gate, self.sloped = nn.Linear(hidden_size, hidden_size), Sloped(hidden_size)
+
+    def forward(self, x):
+        return self.gamma() * self.sloped(x) * self.gate(x).sigmoid()
+
+
+class Wrapping(Norm):
+    """Without a tensor of its own."""
+
+    gains = ()
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.inner = nn.LayerNorm(hidden_size)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 class Fading(Residual):
     """x + 0.9^l f."""
 
@@ -266,6 +293,58 @@ def test_what_only_a_norms_or_rules_class_knows_starts_as_the_class_has_it_and_i
     assert_bits(loaded(tokens()).logits, expected)
     fresh_model("pre_rmsnorm").save_pretrained(tmp_path / "plain")
     assert_starts(NormlabForCausalLM.from_pretrained(tmp_path / "plain", config=model.config))
+
+
+@pytest.fixture
+def holding(monkeypatch):
+    """The name of a scheme whose norms are modules around others."""
+
+    def norm(site):
+        return Wrapping(site.width) if site.place == "final" else Holding(site.width)
+
+    monkeypatch.setitem(SCHEMES, "holding", Scheme("holding", "own", "own", "own", norm, "norm"))
+    return "holding"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modules_inside_a_norm_have_their_start_also_where_a_checkpoint_has_all_of_the_norms_own(
+    dtype, holding, tmp_path
+):
+    fresh_model("pre_rmsnorm").save_pretrained(tmp_path)
+    torch.empty(64, 32).fill_(torch.nan)  # what is freed is what a load finds in new memory
+    loaded = NormlabForCausalLM.from_pretrained(tmp_path, config=tiny_config(holding), dtype=dtype)
+    assert (loaded.model.norm.inner.weight == 1).all() and (loaded.model.norm.inner.bias == 0).all()
+    gates = []
+    for norm in (module for module in loaded.modules() if isinstance(module, Holding)):
+        assert_bits(norm.sloped.ramp, torch.linspace(0.5, 1.5, 32).to(dtype))
+        assert (norm.sloped.weight == 1).all() and norm.gate.weight.abs().max() * 32**0.5 <= 1.01
+        gates.append(norm.gate.weight)
+    assert len({gate.sum().item() for gate in gates}) == 6
+    assert loaded(tokens()).logits.isfinite().all()
+
+
+def test_a_loaded_model_keeps_every_trained_number_of_modules_inside_its_norms_and_can_be_pickled(holding, tmp_path):
+    model = lively(fresh_model(holding)).eval()
+    expected = model(tokens()).logits
+    model.save_pretrained(tmp_path)
+    loaded = NormlabForCausalLM.from_pretrained(tmp_path)
+    assert_bits(pickle.loads(pickle.dumps(loaded))(tokens()).logits, expected)
+    with torch.device("meta"):
+        empty = NormlabForCausalLM(model.config)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert_state(pickle.loads(pickle.dumps(empty)), model.state_dict())
+
+
+def test_a_model_that_is_partly_on_disk_has_what_no_checkpoint_has(holding, tmp_path):
+    model = fresh_model(holding)
+    expected = model(tokens()).logits
+    model.save_pretrained(tmp_path / "saved")
+    torch.empty(32).fill_(torch.nan)
+    parts = ["lm_head", "model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.0", "model.layers.2"]
+    places = {"model.layers.1": "disk", **dict.fromkeys(parts, "cpu")}
+    loaded = NormlabForCausalLM.from_pretrained(tmp_path / "saved", device_map=places, offload_folder=tmp_path / "disk")
+    assert loaded.model.layers[1].input_layernorm.weight.is_meta
+    assert_bits(loaded(tokens()).logits, expected)
 
 
 def test_blocks_and_fields_that_are_not_there_are_named(tmp_path):

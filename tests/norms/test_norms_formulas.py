@@ -108,9 +108,21 @@ def test_half_precision_loses_only_its_own_rounding(name, dtype, scale):
 @every_norm
 def test_half_precision_input_with_float32_parameters_as_under_mixed_precision(name):
     norm, x = make(name, 127), inputs(127).bfloat16()
-    if name == "layer_norm":
-        x = x.float()  # torch's own layer norm takes one dtype; autocast gives it float32
     assert_near(norm(x), formula(name, norm, x), 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layernorm_in_float32_keeps_a_stream_in_half_precision_on_a_cpu(dtype):
+    norm, x = make("layer_norm", 127), inputs(127).to(dtype)
+    assert norm(x).dtype == dtype
+    assert_near(norm(x), formula("layer_norm", norm, x), torch.finfo(dtype).eps)
+
+
+def test_a_layernorm_may_have_no_bias():
+    norm, x = make("layer_norm", 127), inputs(127)
+    expected = norm(x) - norm.bias
+    norm.bias = None
+    assert_near(norm(x), expected, 1e-6)
 
 
 @pytest.mark.parametrize("name", WITH_MEAN_SQUARE)

@@ -199,6 +199,19 @@ def test_a_batch_that_is_not_finite_leaves_the_statistics(kind):
     assert_state(norm, before)
 
 
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_a_first_batch_that_is_not_finite_leaves_no_start_in_the_running_means(kind):
+    """Of the batches that were kept, the first is the whole of s, and the next is half of it."""
+    norms, (first, second) = [kind(WIDTH).train() for _ in range(2)], [batch[0].float() for batch in batches()[:2]]
+    for norm, seen in zip(norms, ([first, second], [first / 0, first / 0, first, second]), strict=True):
+        norm.at_step(0, 6)
+        for step, x in enumerate(seen, 1):
+            norm(x)
+            norm.at_step(step, 6)
+    assert_near(norms[1].mean_square, norms[0].mean_square, 1e-6)
+    assert norms[0].warming is (kind is UnifiedNorm) is norms[1].warming, "its window still has rows without a batch"
+
+
 def test_an_empty_batch_leaves_the_statistics():
     norm = PowerNorm(WIDTH)
     assert norm(torch.zeros(0, 3, WIDTH)).shape == (0, 3, WIDTH)

@@ -18,12 +18,13 @@ from model_helpers import (
     tokens,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import normlab
 from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
 from normlab.models import swap_norms
-from normlab.norms import BHyT, LayerNorm, RMSNorm
+from normlab.norms import BHyT, LayerNorm, Norm, RMSNorm
 from normlab.schemes import TAGS, NormSite, Scheme, Sublayer, get_scheme, tagged
 
 
@@ -165,6 +166,13 @@ def test_the_random_state_after_building_is_the_same_for_every_scheme(scheme):
     assert_bits(torch.rand(4), expected)
 
 
+@pytest.mark.parametrize("scheme", ["pre_rmsnorm", "gatednorm"])
+def test_a_model_is_built_of_fake_tensors_too(scheme):
+    with FakeTensorMode():
+        sizes = {name: tensor.shape for name, tensor in fresh_model(scheme).state_dict().items()}
+    assert sizes == {name: tensor.shape for name, tensor in fresh_model(scheme).state_dict().items()}
+
+
 def test_a_schemes_norm_may_be_pytorchs(monkeypatch):
     rms = lambda site: nn.RMSNorm(site.width, eps=site.config.rms_norm_eps)  # noqa: E731
     monkeypatch.setitem(SCHEMES, "pytorchs", Scheme("pytorchs", "own", "own", "own", rms, "norm"))
@@ -187,6 +195,69 @@ def test_a_norm_that_ignores_its_centre_is_refused_zero_centred(monkeypatch):
     fresh_model("unaware")
     with pytest.raises(NormlabError, match=r"^Unaware leaves out the centre .* by self.gamma\(\), not by self.w"):
         fresh_model("unaware", zero_centred=True)
+
+
+def test_every_gain_is_tried_for_its_centre(monkeypatch):
+    class Unaware(Norm):
+        gains = ("weight", "second")
+
+        def __init__(self, width):
+            super().__init__(width)
+            self.add_parameter("weight", width, 1.0)
+            self.add_parameter("second", width, 1.0)
+
+        def forward(self, x):
+            return self.gamma() * self.second * x
+
+    monkeypatch.setitem(SCHEMES, "unaware", Scheme("unaware", "own", "own", "own", lambda s: Unaware(s.width), "norm"))
+    with pytest.raises(NormlabError, match="^Unaware leaves out the centre of a zero-centred gain: .* self.gamma()"):
+        fresh_model("unaware", zero_centred=True)
+
+
+def test_a_gain_that_only_its_class_starts_is_refused_zero_centred(monkeypatch):
+    class Own(Norm):
+        def __init__(self, width):
+            super().__init__(width)
+            self.weight = nn.Parameter(torch.ones(width))
+
+        def forward(self, x):
+            return self.gamma() * x
+
+    monkeypatch.setitem(SCHEMES, "own", Scheme("own", "own", "own", "own", lambda s: Own(s.width), "norm"))
+    fresh_model("own")
+    with pytest.raises(NormlabError, match="^Own starts its gain weight itself: register it by add_parameter for zero"):
+        fresh_model("own", zero_centred=True)
+
+
+@pytest.mark.parametrize("gain", [None, 1])
+def test_a_norm_without_a_gain_or_a_width_may_be_zero_centred(gain, monkeypatch):
+    class Narrow(Norm):
+        def __init__(self, width):
+            super().__init__()
+            self.width = width
+            self.register_parameter("weight", None) if gain is None else self.add_parameter("weight", gain, 1.0)
+
+        def forward(self, x):
+            y = nn.functional.rms_norm(x, (self.width,), eps=1e-6)
+            return y if self.weight is None else self.gamma() * y
+
+    monkeypatch.setitem(SCHEMES, "narrow", Scheme("narrow", "own", "own", "own", lambda s: Narrow(s.width), "norm"))
+    expected = fresh_model("narrow")(tokens()).logits
+    assert_bits(fresh_model("narrow", zero_centred=True)(tokens()).logits, expected)
+
+
+def test_a_norm_with_a_kernel_may_have_no_operands():
+    class Free(Norm):
+        @staticmethod
+        def kernel(x, kernels):
+            return 2 * x
+
+        def operands(self):
+            return ()
+
+    x = torch.ones(3, 4)
+    assert_bits(Free(4)(x), 2 * x)
+    assert_bits(Free(4).add(x, x)[1], 4 * x)
 
 
 DRAWN = [("gatednorm", ".down", 7), ("mhc", "_residual.matrix", 6), ("osp_rmsnorm", "projection.weight", 2)]
