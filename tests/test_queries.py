@@ -191,6 +191,10 @@ def test_what_the_findings_say_without_a_number_holds():
     deeper = deeper.pivot(index="depth", columns="scheme", values="eval_loss")
     gain = deeper.loc[8] - deeper.loc[16]
     assert gain["lns"] > 0.02 and gain["pre_rmsnorm"] < 0, "from 8 to 16 blocks LNS gains, Pre-LN does not"
+    first = summarize(all_runs).query("seed == 0")
+    first = first.loc[first.groupby(["scheme", "depth"])["validation_loss"].idxmin()]
+    ends = first.pivot(index="scheme", columns="depth", values="eval_loss")[[8, 16]].dropna()
+    assert [*ends.index[ends[16] >= ends[8]]] == ["dyt"], "at best rates all others gain from 8 to 16 blocks"
     assert not has_learned(summarize(all_runs)).filter(like="dyt-d16").any(), "DyT with 16 blocks"
     for many, depth, apart in ((all_runs, 8, 2), (all_runs, 16, 4), (shipped_runs("gpu"), 24, 4)):
         best = choose(many[many["depth"] == depth]).runs.groupby("scheme")["lr"].first()
