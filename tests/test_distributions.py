@@ -172,5 +172,5 @@ def test_a_newcomer_trains_measures_and_looks_with_the_installed_wheel(environme
     environment.install(wheel)
     path = os.pathsep.join([str(environment.bin), os.environ["PATH"]])
     message = done(ROOT / ".ci" / "try-installed", cwd=environment.folder, PATH=path)
-    assert message.startswith(f"normlab {normlab.__version__}\n")
+    assert message.startswith(f"{normlab.__version__}\n")
     assert "explorer page: " in message and int(message.splitlines()[-1].split()[1]) > 2  # outputs of a notebook

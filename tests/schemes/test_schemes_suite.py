@@ -99,7 +99,10 @@ def test_probes_measure_every_layer_and_change_nothing(scheme):
             if place.endswith(("_in", "_sum"))
         }
         found = table[(table["metric"] == kind) & table["site"].isin([f"{part}_{site}" for part in ("attn", "mlp")])]
-        assert set(zip(found["site"], found["layer"], strict=True)) == expected_at
+        there = set(zip(found["site"], found["layer"], strict=True))
+        missing = {f"{at} {layer}" for at, layer in expected_at - there}
+        assert there <= expected_at and all("reads a copy of the stream" in rec.absent.get(at, "") for at in missing)
+        assert kind == "grad_l2_mean" or not missing
 
 
 @matrix

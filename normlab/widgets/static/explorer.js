@@ -277,7 +277,7 @@ function explorerPane(data, host, state, told, beside) {
   sized.observe(find(".plot"));
   const paint = () => {
     paints.forEach(one => one());
-    if (now) draw();
+    if (now) requestAnimationFrame(() => closed || draw()); // while JupyterLab changes its theme the plot has no width
   };
   paint();
   refresh();
