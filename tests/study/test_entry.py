@@ -106,6 +106,35 @@ def test_a_scheme_in_a_file_may_say_more_than_a_norm(file):
     assert [name for name in SCHEMES if name.startswith("mine_")] == [found.name]
 
 
+BLENDED = MY_NORM.replace('"weight", hidden_size, 1.0)', '"weight", hidden_size, 1.0)\n        MORE')
+BLENDED = BLENDED.replace("MORE", 'self.add_parameter("blend", hidden_size, 0.0)')
+BLENDED = BLENDED.replace(".to(x.dtype)\n", ".to(x.dtype) + self.blend * x.mean(-2, keepdim=True)\n")
+IN_TRAINING = MY_NORM.replace("mean(-1, keepdim=True)", "mean((0, 1) if self.training and x.dim() == 3 else -1, True)")
+
+
+@pytest.mark.parametrize("name", ["MeanAbsNorm", "ROW"])
+@pytest.mark.parametrize("source", [BLENDED, IN_TRAINING], ids=["from 0", "in training"])
+def test_a_norm_that_comes_to_mix_tokens_is_refused(name, source, file):
+    file.write_text(source + ROW)
+    with pytest.raises(NormlabError, match=f"{name} mixes tokens"):
+        league.scheme_of(f"{file}:{name}")
+
+
+RUNNING = """
+from normlab.norms import PowerNorm
+class Mine(PowerNorm):
+    pass
+"""
+DROPS = MY_NORM.replace("return self.weight * (", "return self.weight * torch.nn.functional.dropout(")
+DROPS = DROPS.replace("+ self.eps))", "+ self.eps), 0.5, self.training)")
+
+
+@pytest.mark.parametrize(("name", "source"), [("Mine", RUNNING), ("MeanAbsNorm", DROPS)])
+def test_running_statistics_and_draws_in_training_are_no_mixing(name, source, file):
+    file.write_text(source)
+    assert league.scheme_of(f"{file}:{name}").title == name
+
+
 def test_a_file_may_have_dataclasses(file):
     config = "from __future__ import annotations\nfrom dataclasses import dataclass\n" + MY_NORM
     file.write_text(config + "\n@dataclass\nclass Options:\n    eps: float = 1e-6\n")
