@@ -2,6 +2,7 @@
 
 `Checkpoints`            of one run: `resume` from the newest that is whole and begun alike, `write` the next
 `can_resume(work, ...)`  True if a run's working directory holds one that was begun alike
+`why_left(work, ...)`    why those of a run's working directory are left where they are
 
     checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states, losses not logged yet
                  stats.parquet    the log up to step N
@@ -170,6 +171,12 @@ def _load(training: Training, folder: Path) -> None:
 def can_resume(work: Path, manifest: dict[str, Any]) -> bool:
     """True if a checkpoint of a run was begun with this manifest."""
     return any(not _unlike(checkpoint, manifest) for checkpoint in checkpoints(work))
+
+
+def why_left(work: Path, manifest: dict[str, Any]) -> str | None:
+    """What the newest checkpoint of a run in another precision was begun with that is not here; None without one."""
+    newest = next(reversed(checkpoints(work)), None)
+    return None if newest is None else f"{newest} was begun with another {', '.join(_unlike(newest, manifest))}"
 
 
 def _newest_usable(work: Path, manifest: dict[str, Any]) -> Path | None:

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from normlab import runs, store
 from normlab.errors import NormlabError
-from normlab.training.checkpoint import Checkpoints, can_resume
+from normlab.training.checkpoint import Checkpoints, can_resume, why_left
 from normlab.training.config import AUTO, TrainConfig
 from normlab.training.distributed import (
     accelerator_for,
@@ -121,13 +121,22 @@ def _settled(
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """`config` with dtype "auto" replaced, and its manifest before the first step.
 
-    The dtype is that of a run that is finished or can be resumed, else the device's fastest.
+    The dtype is that of a run that is finished or can be resumed, else the device's fastest. A run that was begun in
+    another and cannot be resumed here starts again, with a warning. Its checkpoints stay: they may be resumed elsewhere.
     """
+    left = {}
     for candidate in config.candidates():
         name, manifest = candidate.run_id, manifest_of(candidate, text)
         if store.is_run(root / name) or can_resume(root / store.PARTIAL / name, manifest):
             return candidate, manifest
+        left[candidate.dtype] = why_left(root / store.PARTIAL / name, manifest)
     fastest = settled(config, device)
+    for dtype, reason in left.items():
+        if reason is not None and dtype != fastest.dtype:
+            warnings.warn(
+                f"{reason}, in {dtype}: the run starts again from step 0, in {fastest.dtype}; its numbers may be others",
+                stacklevel=2,
+            )
     return fastest, manifest_of(fastest, text)
 
 

@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import warnings
@@ -228,6 +229,30 @@ def test_a_run_begun_or_finished_in_one_precision_keeps_it_where_another_is_fast
     assert (resumed.path / runs.STATS).read_bytes() == (whole.path / runs.STATS).read_bytes()
     assert go(config, tmp_path / "a").path == resumed.path, "finished: not trained again"
     assert go(config, tmp_path / "here").manifest["config"]["dtype"] == "float32"
+
+
+def test_a_run_that_starts_again_in_another_precision_says_so_and_leaves_what_it_had(
+    text, go, stop, tmp_path, monkeypatch
+):
+    config = tiny(text, dtype="auto", depth=1, steps=4)
+    monkeypatch.setattr(distributed, "computes_bfloat16", lambda device: True)
+    stop(config, tmp_path, 2)
+    with monkeypatch.context() as other:
+        other.setattr(distributed, "computes_bfloat16", lambda device: False)
+        other.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+        with pytest.warns(UserWarning) as said:
+            stop(config, tmp_path, 3)
+        (line,) = [str(warning.message) for warning in said if "begun" in str(warning.message)]
+        assert "checkpoint-2 was begun with another cpu_capability, in bfloat16: the run starts again" in line
+        assert line.endswith("from step 0, in float32; its numbers may be others")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*begun with")
+            resumed = go(config, tmp_path)
+        assert resumed.manifest["measured"]["resumed_from_step"] == 3
+        assert resumed.manifest["config"]["dtype"] == "float32"
+    shutil.rmtree(resumed.path)
+    back = go(config, tmp_path)
+    assert back.manifest["measured"]["resumed_from_step"] == 2 and back.manifest["config"]["dtype"] == "bfloat16"
 
 
 FAULTS = """
