@@ -175,6 +175,17 @@ def test_the_command_prints_the_table_and_refuses_what_it_cannot_do(text, corpus
     assert "holds something else (thesis.tex)" in refused(*command(tmp_path / "other", 16))
 
 
+@torch.no_grad()
+def test_the_shipped_table_is_of_the_shipped_model():
+    """Its first row has the rms before any norm is removed: here on text of another part, so about the same."""
+    (path,) = (Path(__file__).parents[2] / "data" / "removal").glob("*.csv")
+    first, model = pd.read_csv(path).iloc[0], normlab.load_model(path.stem)
+    taken = []
+    model.get_submodule(first["site"]).register_forward_pre_hook(lambda norm, inputs: taken.append(inputs[0].float()))
+    model(normlab.load_held_out(path.stem)[:16], use_cache=False)
+    assert taken[0].square().mean(-1).sqrt().mean().item() == pytest.approx(first["rms"], rel=0.05)
+
+
 @pytest.mark.slow
 def test_the_shipped_model_learns_to_do_without_its_norms(tmp_path):
     config = RemovalConfig(steps=20, eval_blocks=32, corpus="packages")
