@@ -245,6 +245,11 @@ class Scheme:
         whole = self.loops or self.leave is not None or self.after_step is not None
         return self.ends == Ends() and self.branches == Branches() and not whole
 
+    @property
+    def starts_by_own_rule(self) -> bool:
+        """True if a block's matrices start by a rule of the scheme's, not all from ``initializer_range``."""
+        return self.init is not None or self.after_step is not None
+
     def layout_at(self, layer: int, config: Any) -> Layout:
         """Layout of block ``layer`` (1..L)."""
         if self.first_layout is not None and layer <= self.first_blocks(config):

@@ -9,6 +9,7 @@ import pandas as pd
 from normlab.analysis.outcomes import DIVERGES, outcomes
 from normlab.analysis.selection import choose, in_order, title_of
 from normlab.runs import read_configs
+from normlab.schemes import SCHEMES
 from normlab.training.config import INIT_STD
 
 DEEPEST = "deepest_trained"  # of `normlab.load_published`: blocks of the deepest model that a paper trained
@@ -33,9 +34,13 @@ def by_depth(runs: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
 
 
 def initial_std(folder: str | Path) -> str:
-    """The std of the initial weights of the runs in a folder, in words."""
-    stds = {config.get("init_std") or INIT_STD for config in read_configs(folder).values()}
-    return f"The initial weights of these models have std {', '.join(f'{std:g}' for std in sorted(stds))}."
+    """The std of the initial weights of the runs in a folder, in words, and the schemes that have a rule of their own."""
+    configs = read_configs(folder).values()
+    stds = {config.get("init_std") or INIT_STD for config in configs}
+    known = (name for name in in_order({config["scheme"] for config in configs}) if name in SCHEMES)
+    own = [title_of(name) for name in known if SCHEMES[name].starts_by_own_rule]
+    but = f", but for {'; '.join(own)}, which have a rule of their own" if own else ""
+    return f"The initial weights of these models have std {', '.join(f'{std:g}' for std in sorted(stds))}{but}."
 
 
 def _in_words(table: pd.DataFrame) -> pd.Series:

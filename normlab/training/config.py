@@ -204,7 +204,10 @@ class TrainConfig:
     kv_heads: int | None = setting(None, "key-value heads; default half of the heads", at_least(1))
     intermediate: int | None = setting(None, "MLP width; default 8/3 of the width, rounded to 32", at_least(1, 2**20))
     init_std: float | None = setting(
-        None, "standard deviation of initial matrices and embeddings; default 0.02, for widths of about 1,024", POSITIVE
+        None,
+        "standard deviation of initial matrices and embeddings, but for matrices that start by a rule of the scheme's; "
+        "default 0.02, for widths of about 1,024",
+        POSITIVE,
     )
     model: Mapping[str, Any] = setting(dict, "a further NormlabConfig field, such as lam_input=3.0; may be repeated")
     weight_decay: float = setting(0.1, "AdamW's, for what the scheme decays", NOT_NEGATIVE)
