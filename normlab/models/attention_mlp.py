@@ -23,6 +23,7 @@ from normlab.norms import RMSNorm
 from normlab.norms.base import ConstantStart
 from normlab.residuals import unit_length
 from normlab.schemes import centred, get_scheme
+from normlab.schemes.start import own_draws
 
 
 def _rms_norm(config: Any, width: int) -> RMSNorm:
@@ -43,6 +44,7 @@ class NormedAttention(ConstantStart, LlamaAttention):
     ``a = clip(0.1 W x + 0.5, 0, 1)`` with W = ``affine_gate``. The running mean m = ``affine_mean`` is of a over this
     rank's steps, from 0 with momentum 0.9. Only keys that the mask leaves count in n. So the second term is a mean of
     the values seen, which attention with zero queries gives under any mask. Probes measure P, not the weights used.
+    W is drawn from a stream of its place's own. So other weights do not change.
 
     shifted (1901.09321): scalars ``shift`` ``(2,)`` from 0, added to the inputs of q, k and v and of o_proj.
 
@@ -76,7 +78,10 @@ class NormedAttention(ConstantStart, LlamaAttention):
             self.add_parameter("qk_scale", heads * (self.head_dim if self.spherical else 1), self.initial_scale)
             self.scaling = math.sqrt(self.head_dim) if self.spherical else 1.0
         if config.affine_attention:
-            self.affine_gate = nn.Linear(config.hidden_size, heads, bias=False)
+            place = f"{layer_idx + 1}.affine_gate"
+            with own_draws(place):
+                self.affine_gate = nn.Linear(config.hidden_size, heads, bias=False)
+            self.affine_gate.draws_at = place  # type: ignore[assignment]
             self.add_buffer("affine_mean", heads, 0.0)
             self.add_buffer("affine_seen", heads + 1, 0.0, persistent=False)  # sums, and the number of passes
 

@@ -7,6 +7,7 @@ Attention, rotary embedding, MLP, KV cache, masks, loss and generation are trans
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from normlab.norms import Norm
 from normlab.norms.base import ConstantStart
 from normlab.residuals import Residual
 from normlab.schemes import CORRECTIONS, NormSite, Rate, get_scheme
-from normlab.schemes.start import is_made_anew, start_again
+from normlab.schemes.start import is_made_anew, own_draws, start_again
 
 KERNELS = ("auto", "triton", "torch")
 
@@ -54,6 +55,11 @@ class NormlabPreTrainedModel(LlamaPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
+        place = getattr(module, "draws_at", None)  # of a matrix that only some models have
+        with nullcontext() if place is None else own_draws(place):
+            self._start(module)
+
+    def _start(self, module: Any) -> None:
         if getattr(module, "is_inside_placed", False):
             return  # of a norm or residual rule, which gives it its start
         if isinstance(module, Projection):

@@ -1,5 +1,8 @@
 """Affine-scaled attention: where it is Llama's, what its running mean takes in, masks, caches, saving."""
 
+import math
+
+import pytest
 import torch
 from model_helpers import assert_bits, assert_near, fresh_model, gradients, stepwise, tiny_model, tokens
 
@@ -17,6 +20,19 @@ def test_a_gate_that_is_open_with_a_mean_of_one_is_llamas_attention():
             torch.nn.init.zeros_(layer.self_attn.affine_gate.weight)
             torch.nn.init.constant_(layer.self_attn.affine_gate.bias, 7.0)  # beyond the end of the slope
         assert_near(affine(ids).logits, plain(ids).logits, 1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["pre_rmsnorm", "sub_ln"])
+def test_a_gate_changes_no_other_weight_and_has_draws_of_its_own_in_each_block(scheme):
+    plain, affine = (fresh_model(scheme, affine_attention=on) for on in (False, True))
+    for name, tensor in plain.state_dict().items():
+        assert_bits(affine.state_dict()[name], tensor, name)
+    gates = [layer.self_attn.affine_gate.weight for layer in affine.model.layers]
+    std = 0.02 if scheme == "pre_rmsnorm" else (2 / (32 + 4) * math.log(2 * 3)) ** 0.5
+    assert len({gate[0, 0].item() for gate in gates}) == len(gates)
+    assert torch.cat(gates).std().item() == pytest.approx(std, rel=0.15)
+    again = fresh_model(scheme, affine_attention=True, seed=1)
+    assert not torch.equal(again.model.layers[0].self_attn.affine_gate.weight, gates[0])
 
 
 def test_the_running_mean_takes_in_a_step_once_however_often_it_is_computed():

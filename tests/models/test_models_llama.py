@@ -80,6 +80,14 @@ def test_one_seed_starts_every_shared_tensor_where_stock_llama_starts_it(scheme,
             assert tensor.std() == pytest.approx(0.02, rel=0.15)
 
 
+def test_one_seed_starts_a_model_with_biases_where_stock_llama_with_biases_starts():
+    torch.manual_seed(0)
+    stock = LlamaForCausalLM(LlamaConfig(**{**LLAMA, **SHAPES["biases"]})).state_dict()
+    for name, tensor in fresh_model("lns", **SHAPES["biases"]).state_dict().items():
+        if "embed_tokens" not in name:  # see above
+            assert_bits(tensor, stock[name], name)
+
+
 # Parameters of released checkpoints, by block, beside Llama's matrices.
 ATTN, MLP, FFN = "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 RELEASED_BLOCK = {
