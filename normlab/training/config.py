@@ -25,9 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from normlab.errors import NormlabError, first_fault
 from normlab.probes import METRICS
-from normlab.schemes import DEFAULT, get_scheme
+from normlab.schemes import DEFAULT, Scheme, get_scheme
 from normlab.store import child, is_run
-from normlab.training.text.source import DEFAULT_CORPUS, PARTS
+from normlab.training.text.source import DEFAULT_CORPUS, PARTS, SOURCES
 
 if TYPE_CHECKING:
     from normlab.models import NormlabConfig
@@ -209,7 +209,10 @@ class TrainConfig:
         "default 0.02, for widths of about 1,024",
         POSITIVE,
     )
-    model: Mapping[str, Any] = setting(dict, "a further NormlabConfig field, such as lam_input=3.0; may be repeated")
+    model: Mapping[str, Any] = setting(
+        dict,
+        "a further NormlabConfig field, such as lam_input=3.0; may be repeated; what the scheme does not read is left out",
+    )
     weight_decay: float = setting(0.1, "AdamW's, for what the scheme decays", NOT_NEGATIVE)
     warmup: float = setting(0.1, "share of the steps in which the learning rate rises", SHARE)
     min_lr_ratio: float = setting(0.1, "where the cosine ends, as a share of lr", SHARE)
@@ -320,6 +323,7 @@ class TrainConfig:
             "init_std": None if self.init_std == INIT_STD else self.init_std,
             "model": dict(self.model),
             "vocab_size": _default("vocab_size") if self.tokenizer else self.vocab_size,
+            "text_column": _default("text_column") if self.corpus in SOURCES else self.text_column,
             "outlier_size": self.outlier_size if self.outlier_channels else 1.0,
             "probe_blocks": self.probe_blocks if self.probe_every else _default("probe_blocks"),
             "probe_also": ",".join(sorted(also)) if self.probe_every else "",
@@ -327,17 +331,19 @@ class TrainConfig:
         }
 
     def _model_changes(self) -> dict[str, Any]:
-        """The fields of `model` that differ from the model's without them. The tokenizer's size is not known yet."""
+        """The fields of `model` that give another model than without them. The tokenizer's size is not known yet."""
         from normlab.models import NormlabConfig
 
         specs = dataclasses.fields(NormlabConfig)
         fields = as_floats(self.model, {spec.name: spec.type for spec in specs})
         plain = {spec.name: spec.default for spec in specs if spec.name != "vocab_size"} | self._model_fields()
-        return {
+        changes = {
             name: value
             for name, value in fields.items()
             if (type(value), value) != (type(plain.get(name)), plain.get(name)) or name not in plain
         }
+        without_effect = _unread(get_scheme(self.scheme), json.dumps({**self._model_fields(), **changes}, default=str))
+        return {name: value for name, value in changes.items() if name not in without_effect}
 
     @property
     def run_id(self) -> str:
@@ -446,6 +452,20 @@ class TrainConfig:
             "rms_norm_eps": 1e-6,
             "pad_token_id": None,
         }
+
+
+@functools.lru_cache(256)
+def _unread(scheme: Scheme, fields: str) -> set[str]:
+    """The options of other schemes among a model's fields, which are JSON. None where the model would be refused."""
+    from normlab.models import NormlabConfig
+    from normlab.models.options import unread
+
+    given = json.loads(fields)
+    options = given.keys() & NormlabConfig.__annotations__.keys() - SET_BY.keys()
+    try:
+        return unread(NormlabConfig(**given), options) if options else set()
+    except NormlabError:
+        return set()
 
 
 def _default(name: str) -> Any:
