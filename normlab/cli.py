@@ -248,7 +248,10 @@ def _sweep(
     ] = "tiny",
     schemes: Annotated[str | None, flag("only these, comma-separated")] = None,
     depths: Annotated[str | None, flag("only these, comma-separated")] = None,
-    workers: Annotated[str | None, flag("runs at once; ray or slurm: on the machines of a cluster; default 2")] = None,
+    workers: Annotated[
+        str | None,
+        flag("runs at once; ray or slurm: on the machines of a cluster; default 2, with --threads cores/threads"),
+    ] = None,
     address: Annotated[
         str | None, flag("of the Ray cluster (auto, HOST:PORT); for slurm, local tries the sweep here")
     ] = None,
@@ -256,7 +259,7 @@ def _sweep(
     slurm: Annotated[
         list[str] | None, flag("NAME=VALUE, such as timeout_min=600 or slurm_partition=NAME"), REPEATED
     ] = None,
-    threads: Annotated[Whole | None, flag("CPU threads a run; default cores/workers")] = None,
+    threads: Annotated[Whole | None, flag("CPU threads a run; default cores/workers, on a cluster 1")] = None,
     dry_run: Annotated[bool, flag("print the runs in order, with hours where finished runs tell"), SWITCH] = False,
     time: Annotated[bool, flag("train a few steps for the other hours, with --dry-run"), SWITCH] = False,
     out: Annotated[str, flag(RUNS)],
@@ -324,10 +327,12 @@ def _league(
         bool, flag("with --add: in a minute, to see that it trains; its numbers mean nothing"), SWITCH
     ] = False,
     dtype: Annotated[str | None, flag("with --add: float32, where the processor has no bfloat16")] = None,
-    out: Annotated[str, flag("directory for the runs of --add, shown with those of the table")] = "league",
+    out: Annotated[
+        str | None, flag("directory for the runs of --add, shown with those of the table (default: league)")
+    ] = None,
     csv: Annotated[str | None, flag("write the whole table to this CSV file")] = None,
-    workers: Annotated[Whole | None, flag("runs at once; default 2")] = None,
-    threads: Annotated[Whole | None, flag("CPU threads a run; default cores/workers")] = None,
+    workers: Annotated[Whole | None, flag("runs of --add at once; default 2, with --threads cores/threads")] = None,
+    threads: Annotated[Whole | None, flag("CPU threads a run of --add; default cores/workers")] = None,
     cache_dir: Cache = None,
     quiet: Quiet = False,
 ) -> int:
@@ -335,9 +340,11 @@ def _league(
     from normlab.analysis.published import load_published
     from normlab.study import league
 
-    for name, value in (("--tiny", tiny), ("--dtype", dtype)):
-        if value and not add:
-            raise NormlabError(f"{name} would change nothing without --add")
+    of_add = {"--tiny": tiny or None, "--dtype": dtype, "--out": out, "--workers": workers, "--threads": threads}
+    of_add["--cache-dir"] = cache_dir
+    if not add and (idle := [name for name, value in of_add.items() if value is not None]):
+        raise NormlabError(f"{', '.join(idle)} would change nothing without --add")
+    out = "league" if out is None else out
     folders = league.require_folders(runs) or ([] if tiny else [league.grid()])
     failures: dict[str, str] = {}
     if add:
@@ -387,6 +394,8 @@ def _compare(
 
     load = load_schemes
     if all((Path(name) / MANIFEST).is_file() or packed.holds(Path(name)) for name in (a, b)):
+        if runs is not None:
+            raise NormlabError(f"--runs would change nothing: {a} and {b} are directories of runs, leave it out")
         runs = [a, b]
         a, b = (read_run(name).name for name in runs)
         load = load_runs

@@ -65,6 +65,8 @@ def test_one_seed_and_two_runs_say_that_there_is_no_interval(tmp_path, folder, c
     assert main(["compare", str(first), str(second)]) == 0
     by_path = capsys.readouterr().out
     assert by_path.count("one seed: no interval") == 1 and first.name in by_path
+    assert main(["compare", str(first), str(second), "--runs", str(alone)]) == 2
+    assert "--runs would change nothing: " in capsys.readouterr().err
     assert main(["compare", first.name, second.name, "--runs", str(folder)]) == 0
     assert capsys.readouterr().out == by_path
     packed.add(folder, tmp_path / "packed")

@@ -34,7 +34,7 @@ def by_depth(runs: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
 
 
 def initial_std(folder: str | Path) -> str:
-    """The std of the initial weights of the runs in a folder, in words, and the schemes that have a rule of their own."""
+    """The std of the initial weights of the runs in a folder, in words, and the schemes with a rule of their own."""
     configs = read_configs(folder).values()
     stds = {config.get("init_std") or INIT_STD for config in configs}
     known = (name for name in in_order({config["scheme"] for config in configs}) if name in SCHEMES)

@@ -130,7 +130,7 @@ def _try_model(row: Scheme, what: str) -> None:
 
 
 def _logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of the first row's first half. What a training step draws is the same in each call, and leaves no state."""
+    """Logits of the first row's first half. What training draws is the same in each call, and the model stays."""
     torch.manual_seed(0)
     logits: torch.Tensor = copy.deepcopy(model)(ids).logits[0, :12]
     return logits

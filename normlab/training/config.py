@@ -211,7 +211,8 @@ class TrainConfig:
     )
     model: Mapping[str, Any] = setting(
         dict,
-        "a further NormlabConfig field, such as lam_input=3.0; may be repeated; what the scheme does not read is left out",
+        "a further NormlabConfig field, such as lam_input=3.0; may be repeated; what the scheme does not read is left "
+        "out",
     )
     weight_decay: float = setting(0.1, "AdamW's, for what the scheme decays", NOT_NEGATIVE)
     warmup: float = setting(0.1, "share of the steps in which the learning rate rises", SHARE)

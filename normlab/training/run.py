@@ -122,7 +122,7 @@ def _settled(
     """`config` with dtype "auto" replaced, and its manifest before the first step.
 
     The dtype is that of a run that is finished or can be resumed, else the device's fastest. A run that was begun in
-    another and cannot be resumed here starts again, with a warning. Its checkpoints stay: they may be resumed elsewhere.
+    another, and cannot be resumed here, starts again with a warning. Its checkpoints stay, to be resumed elsewhere.
     """
     left = {}
     for candidate in config.candidates():
@@ -133,10 +133,8 @@ def _settled(
     fastest = settled(config, device)
     for dtype, reason in left.items():
         if reason is not None and dtype != fastest.dtype:
-            warnings.warn(
-                f"{reason}, in {dtype}: the run starts again from step 0, in {fastest.dtype}; its numbers may be others",
-                stacklevel=2,
-            )
+            then = f"the run starts again from step 0, in {fastest.dtype}; its numbers may be others"
+            warnings.warn(f"{reason}, in {dtype}: {then}", stacklevel=2)
     return fastest, manifest_of(fastest, text)
 
 

@@ -57,9 +57,9 @@ def sweep(
     that it names. A script calls this under `if __name__ == "__main__":`, because every worker imports the script.
 
     Args:
-        workers: processes at once, by default 2. Or "ray", "slurm", or one of `normlab.training.workers` with its
-            options; all machines then have to see `out`.
-        threads: CPU threads per run, by default cores/workers.
+        workers: processes at once, by default 2, or as many as `threads` each allow. Or "ray", "slurm", or one of
+            `normlab.training.workers` with its options; all machines then have to see `out`.
+        threads: CPU threads per run, by default cores/workers, and 1 on a cluster.
 
     Raises:
         NormlabError: bad input, before any run starts.

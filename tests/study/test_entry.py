@@ -180,7 +180,7 @@ def test_schemes_are_trained_at_each_rate_and_stand_in_the_table(file, preset, c
     monkeypatch.setattr(league, "hours", lambda *_, **__: 1.25)
     grid, out = tmp_path / "grid", tmp_path / "out"
     options = ["--cache-dir", str(cache), "--quiet"]
-    assert cli.main(["league", str(grid), *options]) == 2 and "is no folder of runs" in capsys.readouterr().err
+    assert cli.main(["league", str(grid), "--quiet"]) == 2 and "is no folder of runs" in capsys.readouterr().err
     for config in planned_configs(preset):
         train(config, grid, cache_dir=cache, progress=False)
     command = ["league", str(grid), "--add", f"{file}:MeanAbsNorm", "--add", "lns", "--out", str(out), *options]
@@ -191,7 +191,7 @@ def test_schemes_are_trained_at_each_rate_and_stand_in_the_table(file, preset, c
     trained = [runs.read_manifest(path)["config"] for path in runs.find_runs(out)]
     names = {league.scheme_of(f"{file}:MeanAbsNorm").name, "lns"}
     assert {(c["scheme"], c["lr"]) for c in trained} == {(name, lr) for name in names for lr in (0.002, 0.004)}
-    assert cli.main(["league", str(grid), str(out), "--csv", str(tmp_path / "t.csv"), *options]) == 0
+    assert cli.main(["league", str(grid), str(out), "--csv", str(tmp_path / "t.csv"), "--quiet"]) == 0
     assert set(pd.read_csv(tmp_path / "t.csv")["scheme"]) == {*names, "pre_rmsnorm"}
 
 
@@ -231,7 +231,8 @@ def test_a_processor_without_bfloat16_is_told_how_long_float32_takes(preset, mon
         league.require_precision(mine, "out")
     assert asked == ["float32"]
     league.require_precision(league.preset_of(["lns"], dtype="float32"), "out")
-    for flag in (["--dtype", "float32"], ["--tiny"]):
+    flags = (["--out", "mine"], ["--workers", "7"], ["--threads", "3"], ["--cache-dir", "here"])
+    for flag in (["--dtype", "float32"], ["--tiny"], *flags):
         assert cli.main(["league", *flag]) == 2
         assert f"{flag[0]} would change nothing without --add" in capsys.readouterr().err
 
