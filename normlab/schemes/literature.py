@@ -116,7 +116,8 @@ ROWS = (
            norm=b.nothing, family="without norm", layout=WITHOUT,
            residual=lambda s: single.LearnedScale(1, 0.0)),
     Scheme("fixup", "Fixup",
-           "x + a f(x + b), a scalar b before every matrix and activation; a branch's last matrix and the head from 0",
+           "x + a f(x + b), a scalar b before every matrix and activation; "
+           "a branch's last matrix and an untied head from 0",
            "Fixup (1901.09321)",
            norm=b.nothing, family="without norm", layout=WITHOUT, residual=lambda s: single.LearnedScale(1, 1.0),
            branches=Branches(shifted=True), ends=Ends(head_std=0.0, head_shift=True), init=b.fixup_init),
