@@ -49,8 +49,9 @@ class DyT(Norm):
 class BHyT(Norm):
     """``y = gamma * tanh(z)``, ``z = (lambda/kappa) * x / sqrt(ms + eps)``; ms is mean(x^2) or a carried statistic.
 
-    By Chebyshev at most 1/kappa^2 of a token's z lie outside [-lambda, lambda] when ms is exact. For a carried ms the
-    bound is ``(ms_exact/ms)/kappa^2``. Always ``|z| <= lambda*sqrt(d)/kappa``. Gradients flow through ms.
+    When ms is exact, at most 1/kappa^2 of a token's z lie outside [-lambda, lambda], by Chebyshev, and
+    ``|z| <= lambda*sqrt(d)/kappa``. A carried ms multiplies the first by ``ms_exact/ms`` and the second by its root.
+    Gradients flow through ms.
 
     ms has shape ``(..., 1)`` and is float32. gamma = ``weight`` has shape ``(d,)``, ``lam`` ``(1,)``.
 
