@@ -102,7 +102,8 @@ class NormlabConfig(LlamaConfig):
     ms (1 + e) ("eta") or ms (1 + x) + a r ("residual_aware"). The starts are b = a = 1 and e = x = 0.
 
     With gamma0 * lambda/kappa fixed, small inputs see the same map, and lambda/kappa sets how much the tanh bends. The
-    three also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are kept unused. Weights
+    three also set the starting gain of the control ``rmsnorm_gain``. Fields of other schemes are kept unused. So is
+    ``rms_norm_eps`` where a norm has an eps of its own: BHyT's is 1e-6 and LayerNorm's 1e-5 in every model. Weights
     loaded with another ``train_seq_len`` keep their c; call ``refresh_carried()`` to recompute it.
 
     Raises:

@@ -37,7 +37,8 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         model: a causal LM whose blocks hold ``self_attn`` (with v_proj, o_proj), ``mlp``, ``input_layernorm`` and
             ``post_attention_layernorm``: Llama, Mistral, Qwen2, Qwen3 and relatives.
         scheme: a key of ``normlab.SCHEMES`` that changes only norms and sums of the blocks.
-        fields: fields of NormlabConfig, e.g. ``lam_input=3.0, train_seq_len=2048``.
+        fields: fields of NormlabConfig, e.g. ``lam_input=3.0, train_seq_len=2048``, and ``rms_norm_eps``, which BHyT
+            and LayerNorm do not read.
 
     Returns:
         The same model. In training, call ``normlab.models.refresh_carried(model)`` every max_steps/50 steps. Call
