@@ -239,7 +239,8 @@ class NormlabForCausalLM(NormlabPreTrainedModel, LlamaForCausalLM):
     def decay_parameter_names(self) -> list[str]:
         """Names of the parameters that weight decay acts on.
 
-        These are all matrices and the scheme's ``decayed``. A zero-centred gain is one too: decay pulls it to 1.
+        These are the matrices outside norms and residual rules, unless the scheme decays none, and the scheme's
+        ``decayed``. A zero-centred gain is one too: decay pulls it to 1.
         """
         scheme = get_scheme(self.config.scheme)
         parts = [(path, module) for path, module in self.named_modules() if isinstance(module, Norm | Residual)]

@@ -228,7 +228,7 @@ def over_sublayers_end(config: Any) -> Residual:
     return DepthAttention(config.hidden_size, config.rms_norm_eps, 2 * config.num_hidden_layers + 1)
 
 
-DEPTH_BLOCKS = 8  # blocks of layers in block attention residuals (2603.15031: about eight)
+DEPTH_BLOCKS = 8  # at most so many blocks of layers in block attention residuals (2603.15031: about eight)
 
 
 def layers_per_block(config: Any) -> int:

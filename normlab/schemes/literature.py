@@ -129,7 +129,7 @@ ROWS = (
            norm=b.rms, family="streams", residual=b.hyper(streams.HyperConnected), leave=b.hyper_end,
            decayed=frozenset({"matrix"})),
     Scheme("block_attn_residuals", "Block attention residuals",
-           "f(N(sum softmax(q.N(v)) v)), v the embeddings and the outputs summed in eight blocks of layers",
+           "f(N(sum softmax(q.N(v)) v)), v the embeddings and the outputs summed in at most eight blocks of layers",
            "Attention Residuals (2603.15031)",
            norm=b.rms, family="streams", residual=b.over_blocks, leave=b.over_blocks_end, tags="contender"),
     Scheme("residual_gate", "Residual gate",

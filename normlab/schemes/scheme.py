@@ -198,7 +198,7 @@ class Scheme:
         carried: statistics that the MLP site may use instead of the exact one, the default first.
         init: standard deviation of a block's matrix, by its name ("v_proj" ...). None: ``initializer_range``.
         decayed: names of norm, residual and scale parameters that weight decay acts on.
-        decays_matrices: whether it acts on matrices.
+        decays_matrices: whether it acts on matrices outside norms and residual rules.
         after_step: applied to the model at the start and after each optimizer step.
         rates: factors on the optimizer's settings, by parameter name and number of its dimensions.
         released_as: values of ``norm_type``, or of ``model_type``, in the configurations of released checkpoints.
