@@ -2,7 +2,7 @@
 
 It saves against the naive formula under autograd:
 
-* Of what it computes only the input is kept for the backward pass. The naive forms keep the normalised rows or the tanh too.
+* Of x's size only the input is kept for the backward pass. The naive forms keep the normalised rows or the tanh too.
 * The sum of squares is one pass (`vector_norm`), not a square and a mean.
 * fp32 results are computed in place, by chunks of rows that stay in the cache. Backward has one temporary chunk.
 * tanh is the most expensive operation: 2 ns per element in PyTorch 2.13, against 0.07 for a product. NumPy's takes
