@@ -30,7 +30,7 @@ class _Noting:
 
 
 def unread(config: NormlabConfig, names: Iterable[str]) -> set[str]:
-    """Those of `names`, options that are not Llama's, which nothing reads that makes or trains the model.
+    """Those of `names`, options that are not Llama's, which nothing reads that makes the model or its rates.
 
     Any value of theirs gives the same model. Parts are built without values, until each name was read.
     """
@@ -41,8 +41,9 @@ def unread(config: NormlabConfig, names: Iterable[str]) -> set[str]:
             end(noting)
         scheme.norm_at(NormSite("final", config.num_hidden_layers + 1, noting))
         scheme.leave_at(noting)
-        for dimensions in (1, 2) if scheme.rates is not None else ():
-            scheme.rates("model.layers.0.self_attn.q_proj.weight", dimensions, noting)
+        for dimensions in (1, 2):
+            if scheme.rates is not None:
+                scheme.rates("model.layers.0.self_attn.q_proj.weight", dimensions, noting)
         for layer in range(config.num_hidden_layers):
             if not noting.left:
                 break

@@ -457,14 +457,21 @@ class TrainConfig:
 
 @functools.lru_cache(256)
 def _unread(scheme: Scheme, fields: str) -> set[str]:
-    """The options of other schemes among a model's fields, which are JSON. None where the model would be refused."""
+    """The options among a model's fields, in JSON, that are other schemes' or the scheme's default.
+
+    None of a model that would be refused.
+    """
     from normlab.models import NormlabConfig
     from normlab.models.options import unread
 
     given = json.loads(fields)
     options = given.keys() & NormlabConfig.__annotations__.keys() - SET_BY.keys()
+    if not options:
+        return set()
     try:
-        return unread(NormlabConfig(**given), options) if options else set()
+        config = NormlabConfig(**given)
+        plain = NormlabConfig(**{name: value for name, value in given.items() if name not in options})
+        return unread(config, options) | {name for name in options if getattr(config, name) == getattr(plain, name)}
     except NormlabError:
         return set()
 

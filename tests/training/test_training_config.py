@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training_helpers import tiny
 
 from normlab import cli, runs
@@ -131,6 +132,7 @@ def test_a_name_is_that_of_every_field_that_changes_numbers():
         ({"tokenizer": "some/where"}, {"tokenizer": "some/where", "vocab_size": 500}),
         ({"scheme": "lns"}, {"scheme": "lns", "model": {"kappa": 3.0, "taper_final": True, "carried": "causal"}}),
         ({"scheme": "lns", "model": {"qk_norm": "l2"}}, {"scheme": "lns", "model": {"qk_norm": "l2", "alpha0": 0.5}}),
+        ({}, {"model": {"carried": "uniform", "qk_norm": "none"}}),
         ({"model": {"carried": "exact"}}, {"model": {"carried": "exact", "correction": "beta", "streams": 8}}),
     ],
 )
@@ -161,7 +163,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("scheme", OPTIONS)
 def test_an_option_that_the_scheme_reads_stays(scheme):
+    before = torch.get_rng_state()
     assert tiny(TEXT, scheme=scheme, model=OPTIONS[scheme]).model == OPTIONS[scheme]
+    assert torch.equal(torch.get_rng_state(), before), "it draws nothing"
 
 
 def test_an_option_that_a_scheme_of_ones_own_reads_stays(monkeypatch):
