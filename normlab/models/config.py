@@ -106,6 +106,9 @@ class NormlabConfig(LlamaConfig):
     ``rms_norm_eps`` where a norm has an eps of its own: BHyT's is 1e-6 and LayerNorm's 1e-5 in every model. Weights
     loaded with another ``train_seq_len`` keep their c; call ``refresh_carried()`` to recompute it.
 
+    One seed starts the matrices of all schemes alike. With ``attention_bias`` or ``mlp_bias`` they start where those of
+    a Llama with biases do, elsewhere than without.
+
     Raises:
         NormlabError: a value of another type or out of range, or an unknown scheme. The line names the field.
     """
