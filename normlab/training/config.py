@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from normlab.errors import NormlabError, first_fault
 from normlab.probes import METRICS
-from normlab.schemes import DEFAULT, Scheme, get_scheme
+from normlab.schemes import DEFAULT, get_scheme
 from normlab.store import child, is_run
 from normlab.training.text.source import DEFAULT_CORPUS, PARTS, SOURCES
 
@@ -190,6 +190,8 @@ class TrainConfig:
     """One training run. NormlabError for values out of range.
 
     Equal runs are equal configurations: open values are filled in, and values without effect are set to their defaults.
+    But a field of `model` that differs from NormlabConfig's default names another run, even if the scheme does not read
+    it.
     """
 
     scheme: str = setting(DEFAULT, "normalization scheme, a key of normlab.SCHEMES")
@@ -209,11 +211,7 @@ class TrainConfig:
         "default 0.02, for widths of about 1,024",
         POSITIVE,
     )
-    model: Mapping[str, Any] = setting(
-        dict,
-        "a further NormlabConfig field, such as lam_input=3.0; may be repeated; what the scheme does not read is left "
-        "out",
-    )
+    model: Mapping[str, Any] = setting(dict, "a further NormlabConfig field, such as lam_input=3.0; may be repeated")
     weight_decay: float = setting(0.1, "AdamW's, for what the scheme decays", NOT_NEGATIVE)
     warmup: float = setting(0.1, "share of the steps in which the learning rate rises", SHARE)
     min_lr_ratio: float = setting(0.1, "where the cosine ends, as a share of lr", SHARE)
@@ -332,19 +330,17 @@ class TrainConfig:
         }
 
     def _model_changes(self) -> dict[str, Any]:
-        """The fields of `model` that give another model than without them. The tokenizer's size is not known yet."""
+        """The fields of `model` that differ from the model's without them. The tokenizer's size is not known yet."""
         from normlab.models import NormlabConfig
 
         specs = dataclasses.fields(NormlabConfig)
         fields = as_floats(self.model, {spec.name: spec.type for spec in specs})
         plain = {spec.name: spec.default for spec in specs if spec.name != "vocab_size"} | self._model_fields()
-        changes = {
+        return {
             name: value
             for name, value in fields.items()
             if (type(value), value) != (type(plain.get(name)), plain.get(name)) or name not in plain
         }
-        without_effect = _unread(get_scheme(self.scheme), json.dumps({**self._model_fields(), **changes}, default=str))
-        return {name: value for name, value in changes.items() if name not in without_effect}
 
     @property
     def run_id(self) -> str:
@@ -453,27 +449,6 @@ class TrainConfig:
             "rms_norm_eps": 1e-6,
             "pad_token_id": None,
         }
-
-
-@functools.lru_cache(256)
-def _unread(scheme: Scheme, fields: str) -> set[str]:
-    """The options among a model's fields, in JSON, that are other schemes' or the scheme's default.
-
-    None of a model that would be refused.
-    """
-    from normlab.models import NormlabConfig
-    from normlab.models.options import unread
-
-    given = json.loads(fields)
-    options = given.keys() & NormlabConfig.__annotations__.keys() - SET_BY.keys()
-    if not options:
-        return set()
-    try:
-        config = NormlabConfig(**given)
-        plain = NormlabConfig(**{name: value for name, value in given.items() if name not in options})
-        return unread(config, options) | {name for name in options if getattr(config, name) == getattr(plain, name)}
-    except NormlabError:
-        return set()
 
 
 def _default(name: str) -> Any:

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from training_helpers import tiny
 
 from normlab import cli, runs
 from normlab.errors import NormlabError
-from normlab.norms import RMSNorm
-from normlab.schemes import SCHEMES
 from normlab.study.presets import Part, Preset, Variant
 from normlab.training.config import SET_BY, CorpusSpec, TrainConfig
 
@@ -130,10 +127,6 @@ def test_a_name_is_that_of_every_field_that_changes_numbers():
         ({}, {"model": {"lam_input": 2, "tie_word_embeddings": True, "max_position_embeddings": 16}}),
         ({"probe_every": 0}, {"probe_every": 0, "probe_blocks": 4, "probe_also": "saturation"}),
         ({"tokenizer": "some/where"}, {"tokenizer": "some/where", "vocab_size": 500}),
-        ({"scheme": "lns"}, {"scheme": "lns", "model": {"kappa": 3.0, "taper_final": True, "carried": "causal"}}),
-        ({"scheme": "lns", "model": {"qk_norm": "l2"}}, {"scheme": "lns", "model": {"qk_norm": "l2", "alpha0": 0.5}}),
-        ({}, {"model": {"carried": "uniform", "qk_norm": "none"}}),
-        ({"model": {"carried": "exact"}}, {"model": {"carried": "exact", "correction": "beta", "streams": 8}}),
     ],
 )
 def test_what_trains_and_measures_the_same_is_one_run(one, same):
@@ -146,32 +139,6 @@ def test_what_trains_and_measures_the_same_is_one_run(one, same):
 def test_a_model_field_that_differs_from_what_a_run_has_by_itself_stays(model):
     """These are the defaults of a model's configuration alone, or a type that it refuses."""
     assert tiny(TEXT, model=model).model == model
-
-
-OPTIONS = {
-    "bhyt": {"lam_last": 1.0, "gamma0": 0.5, "learnable_lam": False, "bounded_layers": [1, 1], "correction": "beta"}
-    | {"exact_layers": [2], "calibration": [1.0, 2.0], "kappa_schedule": "sqrt", "zero_centred": True},
-    "rmsnorm_gain": {"lam_last": 1.0, "gamma0": 0.5, "lam_post": 2.0, "kappa_schedule": "sqrt"},
-    "mix_ln": {"post_fraction": 0.7, "zero_centred": True},
-    "derf": {"alpha0": 0.5},
-    "tapernorm": {"taper_final": True},
-    "prores": {"residual_warmup": 10},
-    "mhc": {"streams": 2, "affine_attention": True},
-    "none": {"qk_norm": "rms_head", "attention_bias": True},
-}
-
-
-@pytest.mark.parametrize("scheme", OPTIONS)
-def test_an_option_that_the_scheme_reads_stays(scheme):
-    before = torch.get_rng_state()
-    assert tiny(TEXT, scheme=scheme, model=OPTIONS[scheme]).model == OPTIONS[scheme]
-    assert torch.equal(torch.get_rng_state(), before), "it draws nothing"
-
-
-def test_an_option_that_a_scheme_of_ones_own_reads_stays(monkeypatch):
-    row = dataclasses.replace(SCHEMES["lns"], name="mine", norm=lambda s: RMSNorm(s.width, s.config.alpha0 or 1.0))
-    monkeypatch.setitem(SCHEMES, "mine", row)
-    assert tiny(TEXT, scheme="mine", model={"alpha0": 0.5, "kappa": 3.0}).model == {"alpha0": 0.5}
 
 
 def test_shipped_runs_keep_their_ids_and_the_order_of_their_fields():
