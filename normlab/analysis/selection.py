@@ -427,9 +427,10 @@ def chosen(
     width: int | None = None,
     schemes: Sequence[str] | None = None,
     same_rate: bool = False,
+    summary: pd.DataFrame | None = None,
 ) -> Selection:
-    """`choose`, of any texts."""
-    return _picked(runs, summarize(runs), depth, width, schemes, same_rate)
+    """`choose`, of any texts. `summary` is `summarize` of the runs where it is at hand."""
+    return _picked(runs, summarize(runs) if summary is None else summary, depth, width, schemes, same_rate)
 
 
 def _picked(
