@@ -122,8 +122,8 @@ def test_a_range_that_fits_a_scheme_fits_its_theory_and_its_published_values_too
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[Any]:
-    path = explorer_page(noisy(), tmp_path_factory.mktemp("site") / "explorer.html", configs=configs_of(noisy()))
+def page(tmp_path_factory: pytest.TempPathFactory, chromium: str, of_noisy: tuple[Profiles, Any]) -> Iterator[Any]:
+    path = explorer_page(of_noisy[0], tmp_path_factory.mktemp("site") / "explorer.html")
     with page_of(chromium) as (page, errors):
         requests: list[str] = []
         page.on("request", lambda request: requests.append(request.url))
@@ -162,8 +162,8 @@ def slide(page: Any, name: str, key: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_page_shows_what_the_library_computes(page, way):
-    profiles = Profiles(noisy())
+def test_the_page_shows_what_the_library_computes(page, of_noisy, way):
+    profiles, _ = of_noisy
     view = View("token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), **WAYS[way])
     page.select_option("[name=way]", way)
     slide(page, "depth", "End")
