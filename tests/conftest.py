@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 CACHE = Path(__file__).resolve().parents[1] / "build" / "test-cache"
 
@@ -130,6 +131,15 @@ def chromium() -> str:
         if path := shutil.which(name):
             return path
     pytest.skip("no Chromium here: install chromium for the browser tests")
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Any]:
+    """One browser for the pages of a module's tests (`browser_helpers.page_in`)."""
+    from browser_helpers import browser_of
+
+    with browser_of(chromium) as browser:
+        yield browser
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

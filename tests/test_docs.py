@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,7 +127,7 @@ def test_the_readme_is_short_and_its_example_draws_every_layer(monkeypatch):
 
 
 def test_the_table_of_schemes_is_what_the_command_prints(site_code, monkeypatch):
-    small = partial(costs.table, depth=2)
+    small = cache(partial(costs.table, depth=2))
     monkeypatch.setattr(site_code["tables"], "costs_of_schemes", small)
     lines = site_code["tables"].schemes().splitlines()
     head, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if "---" not in line)

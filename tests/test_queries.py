@@ -164,19 +164,19 @@ def test_what_the_findings_say_without_a_number_holds():
         assert (ends[1] / ends[depth]).min() > 0.33, "a third or more is there after block 1"
     all_runs = shipped_runs("grid")
     runs = all_runs[all_runs["depth"] == 8]
-    best = choose(runs).runs.groupby("scheme")["lr"].unique()
+    about, about_all, chosen = summarize(runs), summarize(all_runs), choose(runs).runs
+    best = chosen.groupby("scheme")["lr"].unique()
     assert [*best["bhyt"], *best["rmsnorm_gain"]] == [0.008, 0.008] and max(best["pre_rmsnorm"]) < 0.008
-    lost = choose(runs).runs.groupby("scheme")["eval_loss"].mean().drop("pre_rmsnorm")
-    lost -= choose(runs).runs.query("scheme == 'pre_rmsnorm'")["eval_loss"].mean()
+    lost = chosen.groupby("scheme")["eval_loss"].mean().drop("pre_rmsnorm")
+    lost -= chosen.query("scheme == 'pre_rmsnorm'")["eval_loss"].mean()
     assert lost.min() > 0, "none beats Pre-LN at best rates"
     fast = at_rate(runs, 0.008)
     fast = summarize(fast).groupby("scheme")["eval_loss"].mean()
     assert (fast < fast["pre_rmsnorm"]).sum() == 5, "schemes that beat Pre-LN at 0.008"
-    rates = summarize(runs).query("lr < 0.01").groupby(["scheme", "lr"])["eval_loss"].mean().groupby("scheme")
+    rates = about.query("lr < 0.01").groupby(["scheme", "lr"])["eval_loss"].mean().groupby("scheme")
     moves = rates.max() - rates.min()
     assert sorted(moves.nsmallest(2).index) == ["beam", "peri_ln"] and moves[["beam", "peri_ln"]].max() < 0.065
     assert moves["pre_rmsnorm"] == pytest.approx(0.18, abs=0.005)
-    about = summarize(runs)
     assert sorted(about.loc[~has_learned(about), ["scheme", "lr", "seed"]].values.tolist()) == [
         ["dyt", 0.008, 3],
         ["dyt", 0.016, 0],
@@ -191,17 +191,17 @@ def test_what_the_findings_say_without_a_number_holds():
     deeper = deeper.pivot(index="depth", columns="scheme", values="eval_loss")
     gain = deeper.loc[8] - deeper.loc[16]
     assert gain["lns"] > 0.02 and gain["pre_rmsnorm"] < 0, "from 8 to 16 blocks LNS gains, Pre-LN does not"
-    first = summarize(all_runs).query("seed == 0")
+    first = about_all.query("seed == 0")
     first = first.loc[first.groupby(["scheme", "depth"])["validation_loss"].idxmin()]
     ends = first.pivot(index="scheme", columns="depth", values="eval_loss")[[8, 16]].dropna()
     assert [*ends.index[ends[16] >= ends[8]]] == ["dyt"], "at best rates all others gain from 8 to 16 blocks"
-    assert not has_learned(summarize(all_runs)).filter(like="dyt-d16").any(), "DyT with 16 blocks"
+    assert not has_learned(about_all).filter(like="dyt-d16").any(), "DyT with 16 blocks"
     for many, depth, apart in ((all_runs, 8, 2), (all_runs, 16, 4), (shipped_runs("gpu"), 24, 4)):
         best = choose(many[many["depth"] == depth]).runs.groupby("scheme")["lr"].first()
         assert best["lns"] / best["pre_rmsnorm"] == pytest.approx(apart), f"best rates with {depth} blocks"
     blocks = normlab.load_experiments(ROOT / "data" / "grid")
     blocks = blocks[(blocks["metric"] == "skip_delta_loss") & (blocks["part"] == "block") & (blocks["depth"] == 8)]
-    blocks = blocks[blocks["run"].isin(choose(runs).runs.index)]
+    blocks = blocks[blocks["run"].isin(chosen.index)]
     costliest = blocks.loc[blocks.groupby("run")["value"].idxmax()].groupby("scheme")["layer"].nunique()
     seeds = blocks.groupby("scheme")["seed"].nunique()
     assert {*costliest.index[(costliest > 1) & (seeds > 1)]} == {"bhyt", "rmsnorm_gain", "dyt"}, "costliest block"

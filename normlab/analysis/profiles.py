@@ -118,8 +118,8 @@ class Profiles:
         self._columns |= {name: table[name].to_numpy(dtype=np.int64) for name in _AXES[1:]}
         self._columns["scheme"] = pd.Categorical(table["scheme"], self.schemes).codes
         self._values = table["value"].to_numpy(dtype=float)
-        trained = set(self.chosen.runs[["scheme", "depth"]].itertuples(index=False, name=None))
-        self._remarks = {at: self.chosen.remark(*at) for at in trained}
+        self._trained = set(self.chosen.runs[["scheme", "depth"]].itertuples(index=False, name=None))
+        self._said = cache(self.chosen.remark)
         self._rates_in_words = {depth: self.chosen.rate(depth) for depth in self.depths}
 
     @property
@@ -263,11 +263,11 @@ class Profiles:
         return [f"{'; '.join(titles)}: {remark}" for remark, titles in found.items()]
 
     def _remark(self, view: View, scheme: str) -> str:
-        place = scheme, view.depth
-        remark = self.at(view.rate)._remarks.get(place)
-        if remark is None:
-            where = f"depth {view.depth}" if place not in self._remarks else f"learning rate {view.rate:g}"
+        place, here = (scheme, view.depth), self.at(view.rate)
+        if place not in here._trained:
+            where = f"depth {view.depth}" if place not in self._trained else f"learning rate {view.rate:g}"
             return f"{NOT_TRAINED} at {where}"
+        remark = here._said(*place)
         if (scheme, view.step) in self.lines_by_step(view):
             return remark
         return (remark + ", " if remark else "") + self._why_missing(view, scheme)

@@ -300,6 +300,8 @@ class Selection:
 
     def at_one_rate(self) -> Selection:
         """The same schemes, depths and width; at each depth all schemes at one learning rate, if they share one."""
+        if self.source is not None and self.runs.groupby("depth")["lr"].nunique().eq(1).all():
+            return _of_one_text(self)
         depth = self.depths[0] if len(self.depths) == 1 else None
         source = self.table if self.source is None else self.source
         about = summarize(source) if self.summary is None else self.summary
@@ -327,14 +329,12 @@ class Selection:
 
         Empty for a scheme that was not run there.
         """
-        own = self.runs[self.runs["scheme"] == scheme]
-        own = own if depth is None else own[own["depth"] == depth]
-        words = []
-        for status, word in ((DIVERGED, "diverged"), (NOT_LEARNED, "not learned")):
-            count = int((own["status"] == status).sum())
-            if count:
-                words.append(word if count == len(own) else f"{count} of {len(own)} seeds {word}")
         here = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
+        own = here[here["scheme"] == scheme]
+        words, statuses = [], own["status"].tolist()
+        for status, word in ((DIVERGED, "diverged"), (NOT_LEARNED, "not learned")):
+            if count := statuses.count(status):
+                words.append(word if count == len(own) else f"{count} of {len(own)} seeds {word}")
         if len(own) and here["lr"].nunique() > 1:
             words.append("learning rate " + " and ".join(f"{rate:g}" for rate in sorted(own["lr"].unique())))
         return ", ".join(words)
@@ -427,9 +427,10 @@ def chosen(
     width: int | None = None,
     schemes: Sequence[str] | None = None,
     same_rate: bool = False,
+    summary: pd.DataFrame | None = None,
 ) -> Selection:
-    """`choose`, of any texts."""
-    return _picked(runs, summarize(runs), depth, width, schemes, same_rate)
+    """`choose`, of any texts. `summary` is `summarize` of the runs where it is at hand."""
+    return _picked(runs, summarize(runs) if summary is None else summary, depth, width, schemes, same_rate)
 
 
 def _picked(
@@ -497,7 +498,8 @@ def _variants(about: pd.DataFrame) -> str:
     place = ["scheme", "depth", "seed", "lr"]
     if not about.duplicated(place).any():
         whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
-        if not whole.duplicated(["scheme", "depth", "lr"]).any():
+        unlike_ones = whole.drop_duplicates(["scheme", "depth", "lr", "steps", "tokens", "recipe"])
+        if not unlike_ones.duplicated(["scheme", "depth", "lr"]).any():
             return ""
         of_seeds = whole.groupby(["scheme", "depth", "lr"])
         least, most = (getattr(of_seeds[["steps", "tokens"]], end)() for end in ("min", "max"))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
@@ -72,8 +73,8 @@ def gaussian_kernel(kernel: Kernel, function: Callable[[np.ndarray], np.ndarray]
     total = np.zeros_like(kernel)
     for k in range(ORDER):
         coefficient = values @ polynomial
-        total = total + np.outer(coefficient, coefficient) * power
-        power = power * correlation
+        total += np.outer(coefficient, coefficient) * power
+        power *= correlation
         # normalised: He_{k+1}/sqrt((k+1)!) from the two before
         polynomial, before = (NODES * polynomial - math.sqrt(k) * before) / math.sqrt(k + 1), polynomial
     square = function(scale[:, None] * NODES) ** 2 @ WEIGHTS / math.sqrt(2 * math.pi)
@@ -339,11 +340,10 @@ def predict(config: Any, *, length: int | None = None, collision: float = 0.0) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # mHC's matrices start at random
         recursion.run()
-    table = pd.DataFrame(recursion.rows, columns=["site", "layer", "metric", "mask", "value"])
     about = {"run": "theory", "scheme": config.scheme, "depth": recursion.depth, "width": recursion.width}
     about |= {"seed": pd.NA, "lr": math.nan, "status": FINISHED, "step": 0, "tokens": 0, "split": "theory"}
-    table = table.assign(**about)[[*about, *table.columns]]
-    return table.astype({"layer": "Int64", "seed": "Int64"})
+    columns = zip(("site", "layer", "metric", "mask", "value"), zip(*recursion.rows, strict=True), strict=True)
+    return pd.DataFrame(about | dict(columns)).astype({"layer": "Int64", "seed": "Int64"})
 
 
 def predict_runs(about: pd.DataFrame, depth: int, configs: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame | None:
@@ -366,7 +366,8 @@ def predict_runs(about: pd.DataFrame, depth: int, configs: Mapping[str, Mapping[
             continue
         try:
             made = [TrainConfig.from_dict(dict(configs[run])) for run in own.index]
-            models = {m.to_json_string(): m for m in (config.model_config(config.vocab_size, 0) for config in made)}
+            unlike = {repr(replace(config, seed=0)): config for config in made}.values()  # seeds share a model
+            models = {m.to_json_string(): m for m in (config.model_config(config.vocab_size, 0) for config in unlike)}
         except NormlabError:  # made by another version of normlab, or transformers is too old
             continue
         predicted = not get_scheme(made[0].scheme).unpredicted

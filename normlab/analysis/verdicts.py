@@ -207,7 +207,7 @@ def _on_scale(values: pd.DataFrame, ratio: bool) -> pd.DataFrame:
 
 def _estimate(numbers: np.ndarray, undo: Callable[..., Any], level: float) -> dict[str, float]:
     """Mean, interval and p-value of independent numbers."""
-    from scipy.stats import t
+    from scipy.special import stdtr
 
     count, freedom = len(numbers), max(len(numbers) - 1, 0)
     mean = float(numbers.mean()) if count else math.nan
@@ -216,7 +216,7 @@ def _estimate(numbers: np.ndarray, undo: Callable[..., Any], level: float) -> di
     half = t_quantile(level, freedom) * error
     with np.errstate(over="ignore", divide="ignore"):
         scaled = np.abs(np.float64(mean) / error) if mean else 0.0  # no gap at all, even where nothing varies
-        p = float(2 * t.sf(scaled, freedom)) if freedom else math.nan
+        p = float(2 * stdtr(freedom, -scaled)) if freedom else math.nan
         estimate, low, high = (float(undo(end)) for end in (mean, mean - half, mean + half))
     return {"estimate": estimate, "low": low, "high": high, "sd": sd, "df": freedom, "p": p}
 

@@ -292,10 +292,9 @@ def _required_stacks(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
 
 def _largest_stack(model: nn.Module) -> list[nn.Module]:
     stacks = _required_stacks(model)
-    sizes = {name: sum(map(_size, blocks.values())) for name, blocks in stacks.items()}
     first, *rest = stacks
-    rivals = [name for name in rest if sizes[name] > SECOND_STACK_SHARE * sizes[first]]
-    if rivals:
+    sizes = {name: sum(map(_size, blocks.values())) for name, blocks in stacks.items()} if rest else {}
+    if rivals := [name for name in rest if sizes[name] > SECOND_STACK_SHARE * sizes[first]]:
         patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", next(iter(stacks[name]))) for name in (first, *rivals)]
         choices = " or ".join(f"blocks='{pattern}'" for pattern in patterns)
         raise NormlabError(
@@ -532,4 +531,6 @@ def stacks_of(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
             continue
         if not any(name.startswith(f"{outer}.") or not outer for outer in stacks):
             stacks[name] = _flattened(name, dict(module.named_children()))
-    return dict(sorted(stacks.items(), key=lambda pair: -_size(model.get_submodule(pair[0]))))
+    if len(stacks) > 1:
+        stacks = dict(sorted(stacks.items(), key=lambda pair: -_size(model.get_submodule(pair[0]))))
+    return stacks

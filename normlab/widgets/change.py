@@ -253,7 +253,7 @@ def ask_row(model: nn.Module, tokens: list[int], change: Change, position: int) 
     logits = output.logits[0].float().cpu()
     losses = nn.functional.cross_entropy(logits[:-1], row[0, 1:].cpu(), reduction="none")
     rows = table[table["mask"] == "all"].set_index(["metric", "site", "layer"])["value"].to_dict()
-    depth = len(sites(model).blocks)
+    depth = int(table["layer"].max())
 
     def by_layer(metrics: Sequence[str], site: str, first: int = 1) -> list[float | None]:
         metric = next((name for name in metrics if (name, site, depth) in rows), metrics[0])

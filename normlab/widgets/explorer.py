@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def _among(value: Any, options: Sequence[Any]) -> Any:
     return value if value in options else options[0]
 
 
+@cache
 def _shipped_values() -> pd.DataFrame | None:
     """The published values that come with normlab; None where they were not installed."""
     try:
@@ -192,13 +194,13 @@ def explorer_page(
     )
 
 
-def page_data(profiles: Profiles, sites: Sequence[str] | None = DEFAULT_SITES) -> dict[str, Any]:
+def page_data(profiles: Profiles) -> dict[str, Any]:
     """The page's data: the reader's choices, and drawings by "site|metric|mask|depth|rate|way".
 
     All can be shown against the first scheme: each further reference would make the page a third larger.
     """
     references, published = profiles.schemes[:1], _shipped_values()
-    choices = _choices(profiles, sites, references)
+    choices = _choices(profiles, DEFAULT_SITES, references)
     views = {}
     for metric, labelled in choices["sites"].items():
         for _, site in labelled:

@@ -81,9 +81,13 @@ def table(
     lr: float = 1e-3,
 ) -> pd.DataFrame:
     """Runs of all schemes, depths and seeds at one rate; `statuses` by (scheme, depth)."""
-    statuses = statuses or {}
+    return _table(tuple(schemes), tuple(depths), tuple(seeds), tuple((statuses or {}).items()), lr).copy()
+
+
+@cache
+def _table(schemes: tuple, depths: tuple, seeds: tuple, statuses: tuple, lr: float) -> pd.DataFrame:
     runs = [
-        one_run(scheme, depth, seed, lr, status=statuses.get((scheme, depth), "finished"))
+        one_run(scheme, depth, seed, lr, status=dict(statuses).get((scheme, depth), "finished"))
         for scheme in schemes
         for depth in depths
         for seed in seeds

@@ -103,11 +103,11 @@ def test_a_model_has_its_name_while_it_is_the_one_that_comes_with_normlab():
     assert shown(model) == "Intervene(NormlabForCausalLM)"
 
 
-def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path, chromium):
+def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path, browser):
     share_plotly(explorer_page(table(), tmp_path / "explorer.html"))
     assert (tmp_path / "explorer.html").stat().st_size < 500_000
     (tmp_path / "page.html").write_text(page_of(executed(shows("NormExplorer()"), tags=("explorer:way=relative",))))
-    with browser_helpers.page_of(chromium) as (page, _):
+    with browser_helpers.page_in(browser) as (page, _):
         page.goto((tmp_path / "page.html").as_uri())
         frame = page.frame_locator("iframe.explorer")
         frame.locator(".js-plotly-plot .scatterlayer .trace").first.wait_for()
@@ -116,13 +116,13 @@ def test_the_explorers_page_reads_the_shared_plotly_in_a_browser(tmp_path, chrom
         page.wait_for_function("tall => document.querySelector('iframe').clientHeight === tall", arg=tall)
 
 
-def test_on_a_small_screen_a_title_is_whole_and_a_figure_fits_or_scrolls_with_a_hint(tmp_path, chromium):
+def test_on_a_small_screen_a_title_is_whole_and_a_figure_fits_or_scrolls_with_a_hint(tmp_path, browser):
     lines = go.Figure([go.Scatter(x=[1, 2], y=[1, 2], name=name) for name in ("one", "two")])
     drawn = loss_curves(table()), titled(lines, "Two lines", "", 400)
     shown = [nbformat.v4.new_output("display_data", {PLOTLY: json.loads(figure.to_json())}) for figure in drawn]
     (tmp_path / "page.html").write_text(page_of(executed(*shown)))
     (tmp_path / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
-    with browser_helpers.page_of(chromium) as (page, errors):
+    with browser_helpers.page_in(browser) as (page, errors):
         page.emulate_media(color_scheme="dark")
         page.set_viewport_size({"width": 390, "height": 800})
         page.goto((tmp_path / "page.html").as_uri())

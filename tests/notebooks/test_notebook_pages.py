@@ -49,6 +49,8 @@ def test_a_folder_of_notebooks_becomes_pages(tmp_path, capsys, monkeypatch):
     assert printed("a")[:4] == kept[:4] == [str(runs), str(notebooks), "plotly_mimetype", "nothing"]
     (notebooks / "b.ipynb").unlink()
     notebook(notebooks / "a.ipynb", "import os; os._exit(1)")  # its page goes, and no other is left
+    monkeypatch.setattr(pages, "explorer_page", lambda *_, **__: out / "explorer.html")  # it is there
+    monkeypatch.setattr(pages, "share_plotly", lambda _: None)
     assert main([*arguments, "--keep"]) == 1 and not (out / "a.html").exists()
     assert (out / "c.html").exists() and printed("c") == kept
     assert main([str(tmp_path / "none"), "--runs", str(runs), "--out", str(out)]) == 2

@@ -1,5 +1,6 @@
 """The explorer's traits: each changes the figure as it says, whatever the table lacks; the browser's pane follows."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,13 @@ from figures_helpers import SCHEMES, activation, configs_of, empty, one_run, pro
 from widget_helpers import Mounted
 
 import normlab
-from normlab.analysis.profiles import Profiles
 from normlab.analysis.theory import COLLISION, predict
 from normlab.errors import NormlabError
 from normlab.figures import METRICS
 from normlab.schemes import tagged
 from normlab.training.config import TrainConfig
 from normlab.widgets import NormExplorer
-from normlab.widgets.explorer import ABSOLUTE, RELATIVE, page_data
+from normlab.widgets.explorer import ABSOLUTE, RELATIVE
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_the_rate_is_a_coordinate_and_schemes_without_it_are_named():
     assert "depth 4 · learning rate 0.003" in explorer.figure.layout.title.text
     named = normlab.figures.profile(two_rates(), rate=3e-3)
     assert drawn(named, "bhyt") == drawn(explorer.figure, "bhyt")
-    view = page_data(Profiles(two_rates()))["views"]["block_out|token_l2_mean|all|4|0.003|pre_rmsnorm"]
+    view = explorer.answer({"view": "block_out|token_l2_mean|all|4|0.003|pre_rmsnorm", "theory": False})
     assert "Pre-LN: not trained at learning rate 0.003" in view["frames"][-1]["remarks"]
     explorer.depth = 2  # which has one rate
     assert explorer.rate is None and drawn(explorer.figure, "pre_rmsnorm")
@@ -141,16 +141,17 @@ def test_a_still_figure_has_the_axis_of_its_own_step(explorer):
     assert normlab.figures.profile(table(), step=0).layout.yaxis.range == explorer.static().layout.yaxis.range
 
 
-def predicted(scheme: str, depth: int, metric: str = "token_l2_mean", **changes: Any) -> list[float]:
+@cache
+def predicted(scheme: str, depth: int, metric: str = "token_l2_mean", **changes: Any) -> tuple[float, ...]:
     config = TrainConfig(scheme=scheme, depth=depth, width=32, **changes)
     rows = predict(config.model_config(config.vocab_size, 0), collision=COLLISION)
     rows = rows[(rows["site"] == "block_out") & (rows["metric"] == metric) & (rows["mask"] == "all")]
-    return rows["value"].tolist()
+    return tuple(rows["value"])
 
 
-def remarks(runs: pd.DataFrame, configs: Any = None, view: str = "block_out|token_l2_mean") -> str:
+def remarks(explorer: NormExplorer, view: str = "block_out|token_l2_mean") -> str:
     """Remarks under a view after training: on the step, on theory and on a log axis."""
-    found = page_data(Profiles(runs, configs), None)["views"][f"{view}|all|4|best|{ABSOLUTE}"]
+    found = explorer.answer({"view": f"{view}|all|4|best|{ABSOLUTE}", "theory": True})
     return " · ".join([*found["frames"][-1]["remarks"], *found["remarks"].values()])
 
 
@@ -172,9 +173,8 @@ def test_theory_is_a_line_with_rings_where_it_says_something():
     assert drawn(explorer.figure, "lns theory") == pytest.approx(ratio.tolist())
     explorer.metric = "grad_l2_mean"
     assert not [trace.name for trace in explorer.figure.data if "theory" in trace.name]
-    said = remarks(table(), configs_of(table()))
-    assert "with rings: theory, before training" in said
-    gradient = remarks(table(), configs_of(table()), "block_in_grad|grad_l2_mean")
+    assert "with rings: theory, before training" in remarks(explorer)
+    gradient = remarks(explorer, "block_in_grad|grad_l2_mean")
     assert "theory says nothing here of the gradient norm of a token" in gradient
     wide = {"init_std": 0.1}  # it is of the models that the runs had
     explorer = NormExplorer(table(), configs=configs_of(table(), **wide))
@@ -196,7 +196,7 @@ def test_theory_is_silent_about_models_that_it_does_not_know():
         explorer = NormExplorer(table(), configs=configs)
         explorer.theory = True
         assert not [trace.name for trace in explorer.figure.data if "theory" in trace.name], about
-        assert "theory says nothing here" in remarks(table(), configs), about
+        assert "theory says nothing here" in remarks(explorer), about
 
 
 def test_with_nothing_to_show_it_says_so():
@@ -213,7 +213,7 @@ def test_it_shows_what_there_is_and_says_what_is_missing():
     runs = pd.concat(parts, ignore_index=True)
     explorer = NormExplorer(runs)
     assert drawn(explorer.figure, "pre_rmsnorm") and drawn(explorer.figure, "lns") == []
-    said = remarks(runs)
+    said = remarks(explorer)
     assert "LNS: diverged, nothing measured at step 20" in said and "DyT: not trained at depth 4" in said
     explorer.step = 0
     assert len(drawn(explorer.figure, "lns")) == 5
@@ -221,13 +221,14 @@ def test_it_shows_what_there_is_and_says_what_is_missing():
     assert "LNS" in explorer.figure.layout.annotations[0].text
     zeros = table()
     zeros.loc[(zeros["scheme"] == "lns") & (zeros["site"] == "block_in_grad"), "value"] = 0.0
-    said = remarks(zeros, None, "block_in_grad|grad_l2_mean")
-    assert "LNS: zero, below a log axis" in said and "log axis" not in remarks(zeros)
+    some = NormExplorer(zeros)
+    assert "LNS: zero, below a log axis" in remarks(some, "block_in_grad|grad_l2_mean")
+    assert "log axis" not in remarks(some)
     zeros.loc[(zeros["scheme"] == "rmsnorm_gain") & (zeros["site"] == "block_in_grad"), "value"] = 0.0
-    said = remarks(zeros, None, "block_in_grad|grad_l2_mean")
+    said = remarks(NormExplorer(zeros), "block_in_grad|grad_l2_mean")
     assert "LNS; Pre-LN, gain λ/κ: zero, below a log axis" in said
-    silent = remarks(table(), {run: config for run, config in configs_of(table()).items() if "gain" not in run})
-    assert "(nothing of Pre-LN, gain λ/κ)" in silent
+    configs = {run: config for run, config in configs_of(table()).items() if "gain" not in run}
+    assert "(nothing of Pre-LN, gain λ/κ)" in remarks(NormExplorer(table(), configs=configs))
 
 
 def test_it_opens_on_schemes_that_were_not_measured_at_its_step():

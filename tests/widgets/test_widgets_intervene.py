@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from browser_helpers import page_of
+from browser_helpers import page_in
 from torch.nn.utils import parametrizations, prune
 from transformers import (
     BloomConfig,
@@ -302,7 +302,7 @@ MOVE = "() => { document.activeElement.stepUp(); document.activeElement.dispatch
 
 
 @pytest.mark.parametrize("where", ["browser", "kernel"])
-def test_the_reader_and_python_hear_of_each_other(where, chromium):
+def test_the_reader_and_python_hear_of_each_other(where, browser):
     """In the browser a model that the page computes, from the kernel one that it does not."""
     model: Any = model_of("bhyt") if where == "browser" else gpt2()
     widget = Intervene(model, TOKENS)
@@ -315,7 +315,7 @@ def test_the_reader_and_python_hear_of_each_other(where, chromium):
         read = "loss => Math.abs(loss - +document.querySelector('.panel .loss b')?.textContent) < 2e-3"
         shown.until(read, loss)
 
-    with page_of(chromium) as (page, errors):
+    with page_in(browser) as (page, errors):
         shown = Mounted(page, widget)
         shows(Change())
         page.get_by_role("slider", name="block, block 2").focus()

@@ -3,13 +3,12 @@
 import gzip
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from browser_helpers import browser_of, page_in
+from browser_helpers import page_in
 from tokenizers import Tokenizer, processors
 
 import normlab
@@ -28,12 +27,6 @@ READY = "() => document.querySelectorAll('.panel .cost:not(.stale) .bar').length
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return live_page(MODELS, tmp_path_factory.mktemp("page"))
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str) -> Iterator[Any]:
-    with browser_of(chromium) as browser:
-        yield browser
 
 
 def loss_in(page: Any) -> float:

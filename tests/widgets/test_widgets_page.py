@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from normlab.errors import NormlabError
 from normlab.figures.profile import PlotOptions, drawing, plain
 from normlab.figures.theme import style_of
 from normlab.schemes import tagged
-from normlab.widgets.explorer import explorer_page, page_data
+from normlab.widgets.explorer import NormExplorer, explorer_page, page_data
 
 WAYS: dict[str, dict[str, Any]] = {
     "absolute": {},
@@ -88,7 +89,8 @@ def test_every_frame_is_what_the_explorer_draws(of_noisy, way, log):
 
 
 def test_the_axis_of_ratios_is_logarithmic_and_so_is_the_range_that_fits_some_lines():
-    view = page_data(Profiles(table()))["views"]["block_out|token_l2_mean|all|4|best|pre_rmsnorm"]
+    asked = {"view": "block_out|token_l2_mean|all|4|best|pre_rmsnorm", "theory": False}
+    view = NormExplorer(table()).answer(asked)
     assert view["axes"]["linear"]["type"] == "log"
     low, high = view["ranges"]["bhyt"]
     ratios = [y for frame in range(3) for y in shown_at(view, view["steps"][frame], "bhyt")["y"]]
@@ -100,15 +102,15 @@ def holds(bounds: list[float], values: list[float]) -> bool:
 
 
 def test_a_range_that_fits_a_scheme_fits_its_theory_and_its_published_values_too():
-    profiles = Profiles(table(), configs_of(table()))
-    views = page_data(profiles)["views"]
+    explorer = NormExplorer(table(), configs=configs_of(table()))
+    views = {}
     for way in ("absolute", "pre_rmsnorm"):
-        view = views[f"block_out|token_l2_mean|all|4|best|{way}"]
+        view = views[way] = explorer.answer({"view": f"block_out|token_l2_mean|all|4|best|{way}", "theory": True})
         assert set(view["predicted"]) == set(SCHEMES)
         for scheme, bounds in view["predicted"].items():
             said = shown_at(view, 20, f"{scheme} theory")["y"]
             assert holds(bounds, np.log10(said).tolist() if way == "pre_rmsnorm" else said)
-    printed = views["block_out|token_l2_mean|all|4|best|absolute"]["published"]
+    printed = views["absolute"]["published"]
     own: dict[str, list[float]] = {}
     for scheme, value in zip(printed["schemes"], printed["trace"]["y"], strict=True):
         own.setdefault(scheme, []).append(value)
@@ -120,8 +122,8 @@ def test_a_range_that_fits_a_scheme_fits_its_theory_and_its_published_values_too
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, chromium: str) -> Iterator[Any]:
-    path = explorer_page(noisy(), tmp_path_factory.mktemp("site") / "explorer.html", configs=configs_of(noisy()))
+def page(tmp_path_factory: pytest.TempPathFactory, chromium: str, of_noisy: tuple[Profiles, Any]) -> Iterator[Any]:
+    path = explorer_page(of_noisy[0], tmp_path_factory.mktemp("site") / "explorer.html")
     with page_of(chromium) as (page, errors):
         requests: list[str] = []
         page.on("request", lambda request: requests.append(request.url))
@@ -160,8 +162,8 @@ def slide(page: Any, name: str, key: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_page_shows_what_the_library_computes(page, way):
-    profiles = Profiles(noisy())
+def test_the_page_shows_what_the_library_computes(page, of_noisy, way):
+    profiles, _ = of_noisy
     view = View("token_l2_mean", "block_out", "all", 4, 0, tuple(SCHEMES), **WAYS[way])
     page.select_option("[name=way]", way)
     slide(page, "depth", "End")
@@ -232,11 +234,15 @@ SHARED = """() => {
 }"""
 
 
+@pytest.fixture(scope="module")
+def of_two_rates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return explorer_page(two_rates(), tmp_path_factory.mktemp("rates") / "explorer.html")
+
+
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_rate_has_a_slider_and_a_second_view_differs_on_the_same_axis(tmp_path, page, width):
-    path = explorer_page(two_rates(), tmp_path / "explorer.html")
+def test_the_rate_has_a_slider_and_a_second_view_differs_on_the_same_axis(of_two_rates, page, width):
     with page.context.browser.new_page(viewport={"width": width, "height": 800}) as own:
-        own.goto(path.as_uri())
+        own.goto(of_two_rates.as_uri())
         own.wait_for_selector(".js-plotly-plot .main-svg")
         rows = own.evaluate("[...document.querySelectorAll('.what, .moves')].map(row => row.clientHeight)")
         assert width == 390 or max(rows) < 50  # two rows of controls
