@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,37 +42,42 @@ sys.modules["kernels"] = None  # type: ignore[assignment]
 # What a test makes is looked through seldom. A test that needs a circle to be gone collects it itself.
 gc.set_threshold(50_000, 20, 20)
 
-import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--threads", type=int, default=1, help="threads of PyTorch in every process of the tests")
 
 
-# Inductor finds kernels in its cache that were compiled for other instructions, and they return NaN.
-_CAPABILITY = torch.backends.cpu.get_cpu_capability().lower()
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / f"inductor-{_CAPABILITY}"))
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    threads = config.getoption("threads")
-    torch.set_num_threads(threads)
-    os.environ.update({"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)})
+    threads = str(config.getoption("threads"))
+    os.environ.update({"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads})
     # A shell starts background jobs with Ctrl-C ignored, and so would every process that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The same examples every time, and no verdict that depends on how busy the machine is.
-settings.register_profile("reproducible", derandomize=True, deadline=None, database=None, max_examples=50)
-settings.load_profile("reproducible")
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Import what tests need when they are collected: xdist's first process collects none, and starts without torch."""
+    prepare(collector.config.getoption("threads"))
 
-if not (torch.cuda.is_available() or torch.xpu.is_available() or torch.mtia.is_available()):
-    # `torch.manual_seed` draws up a stack trace for each kind of device, should one turn up later.
-    for kind in (torch.cuda.random, torch.xpu.random, torch.mtia):
-        kind._lazy_call = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+
+@cache
+def prepare(threads: int) -> None:
+    import torch
+    from hypothesis import settings
+
+    torch.set_num_threads(threads)
+    # Inductor finds kernels in its cache that were compiled for other instructions, and they return NaN.
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / f"inductor-{capability}"))
+    # The same examples every time, and no verdict that depends on how busy the machine is.
+    settings.register_profile("reproducible", derandomize=True, deadline=None, database=None, max_examples=50)
+    settings.load_profile("reproducible")
+    if not (torch.cuda.is_available() or torch.xpu.is_available() or torch.mtia.is_available()):
+        # `torch.manual_seed` draws up a stack trace for each kind of device, should one turn up later.
+        for kind in (torch.cuda.random, torch.xpu.random, torch.mtia):
+            kind._lazy_call = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+
 
 _connect = socket.socket.connect
 
@@ -94,6 +100,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """The same random numbers in every test, whichever ran before it; a changed default dtype does not leak."""
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

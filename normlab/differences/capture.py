@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -334,10 +335,11 @@ def relative_difference(x: Tensor, y: Tensor, mask: Tensor | None) -> float:
     a, b = counted(x.double(), mask), counted(y.double().to(x.device), mask)
     if a is None or b is None:
         return float("nan")
-    finite = a.isfinite()
-    if not torch.equal(finite, b.isfinite()):
-        return float("inf")
-    a, b = a.where(finite, 0), b.where(finite, 0)
+    if not math.isfinite(float(a.sum()) + float(b.sum())):
+        finite = a.isfinite()
+        if not torch.equal(finite, b.isfinite()):
+            return float("inf")
+        a, b = a.where(finite, 0), b.where(finite, 0)
     size = a.norm(dim=-1)
     size = size.clamp_min(1e-6 * float(size.square().mean().sqrt()) + 1e-300)
     return float(((a - b).norm(dim=-1) / size).square().mean().sqrt())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from transformers.initialization import no_init_weights
 
 from normlab.models.block import FinalNorm, JoiningDecoderLayer
 from normlab.models.config import NormlabConfig
@@ -55,7 +56,7 @@ def _costs(scheme: Scheme, width: int, depth: int, vocabulary: int) -> dict[str,
         num_key_value_heads=max(1, heads // 2),
         intermediate_size=max(HEAD, round(width * 8 / 3 / HEAD) * HEAD),
     )
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():
         model = NormlabForCausalLM(config)
     blocks, final = model.model.layers, model.model.norm
     modules: list[Any] = [*final.children()] if isinstance(final, FinalNorm) else [final]

@@ -348,10 +348,16 @@ def _place_in(made: Tensor, x: Tensor) -> Tensor:
     return made.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device)  # what most arguments are, besides tensors
+
+
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping | tuple | list) or is_dataclass(value):
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from _tensors_in(inner)
+    elif not isinstance(value, _PLAIN) and (isinstance(value, Mapping) or is_dataclass(value)):
         for inner in outputs_of(value):
             yield from _tensors_in(inner)
 

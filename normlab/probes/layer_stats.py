@@ -126,7 +126,7 @@ class LayerStats:
 
         statistic = self.moments["statistic"].to_numpy()
         numbers = [self.moments[name].to_numpy() for name in (*NUMBER_NAMES, "width")]
-        keys: list[Key] = [*zip(*(self.moments[name] for name in KEY_NAMES), strict=True), *self.arrays]
+        keys: list[Key] = [*zip(*(self.moments[name].tolist() for name in KEY_NAMES), strict=True), *self.arrays]
         rows: list[tuple] = []  # a key's place, a metric's name, its value, tokens, standard error
         for metric in (METRICS[name] for name in self.metrics):
             (places,) = np.nonzero(statistic == metric.statistic)
@@ -147,8 +147,8 @@ class LayerStats:
         types = dict.fromkeys(names, "str") | {"layer": "Int64"} | dict.fromkeys(names[-3:], "float64")
         columns = zip(*((*keys[place][:3], *rest) for place, *rest in rows), strict=True)
         values = {name: next(columns, ()) for name in names}
-        table = pandas.DataFrame({name: pandas.Series(column, dtype=types[name]) for name, column in values.items()})
-        table = table[[*COLUMNS, *names[-2:]] if errors else COLUMNS]
+        wanted = [*COLUMNS, *names[-2:]] if errors else COLUMNS
+        table = pandas.DataFrame({name: pandas.Series(values[name], dtype=types[name]) for name in wanted})
         if self.step is not None:
             table.insert(0, "step", self.step)
         return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -28,8 +29,9 @@ def own_draws(place: str) -> Iterator[None]:
     So places draw independently of each other and of all other weights, and no other weight depends on them.
     """
     with torch.random.fork_rng(devices=[]):
-        state = bytes(torch.get_rng_state().tolist())  # not by NumPy, which no FakeTensorMode allows
-        digest = blake2b(state + place.encode(), digest_size=4).digest()
+        state = torch.get_rng_state()
+        numbers = ctypes.string_at(state.data_ptr(), state.numel())  # not by NumPy, which no FakeTensorMode allows
+        digest = blake2b(numbers + place.encode(), digest_size=4).digest()
         torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
         yield
 

@@ -1,4 +1,7 @@
-"""Fixtures of the tests of whole training runs: a text, its corpus, a short way to train, one finished run."""
+"""Fixtures of the tests of whole training runs: a text, its corpus, a short way to train, one finished run.
+
+No test changes the text or its corpus, which are made once for all.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +16,22 @@ from normlab.training.run import RunStopped, train
 from normlab.training.text.corpus import Corpus, corpus_of
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def corpus(text: Path, cache: Path) -> Corpus:
     return corpus_of(tiny(text), cache)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def go(cache: Path) -> Callable[..., runs.Run]:
     def go(config: TrainConfig, out: Path, **options: Any) -> runs.Run:
         return train(config, out, cache_dir=cache, progress=False, **options)

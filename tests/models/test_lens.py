@@ -34,8 +34,8 @@ steep = pytest.mark.parametrize(("scheme", "fields"), [("dyt", {}), ("bhyt", {"l
 
 
 def build(scheme: str, **changes) -> normlab.NormlabForCausalLM:
-    """A model of 4 blocks whose constants are away from their defaults, which hide errors."""
-    fields = {"num_hidden_layers": 4, "initializer_range": 0.3, "kappa": 10.0, "lam_input": 2.0, "lam_post": 1.0}
+    """A model of 3 blocks whose constants are away from their defaults, which hide errors."""
+    fields = {"num_hidden_layers": 3, "initializer_range": 0.3, "kappa": 10.0, "lam_input": 2.0, "lam_post": 1.0}
     model = fresh_model(scheme, **{**fields, **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -174,7 +174,7 @@ def test_experiments_run_on_the_bridge(ids):
     expected = skip_sensitivity(copy.deepcopy(model), [batch], parts=["block", "attention"], progress=False)
     found = skip_sensitivity(to_bridge(model), [batch], parts=["block", "attention"], progress=False)
     assert found["skip_delta_loss"].tolist() == pytest.approx(expected["skip_delta_loss"].tolist(), abs=1e-5)
-    assert sites(to_bridge(build("dyt"))).depth == 4
+    assert sites(to_bridge(build("dyt"))).depth == 3
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ def test_measured_effects_are_the_jacobian_s_and_those_of_a_tanh_ignored_are_not
     bridge = to_bridge(build(scheme, **fields))
     asked = dict(answers=ANSWERS, against=torch.tensor([5, 1]))
     effects = component_effects(bridge, ids, **asked, change=1e-3)["effect"]
-    assert len(effects) == 9
+    assert len(effects) == 7
     jacobian, linear = (
-        direct_logit_attribution(bridge, ids, **asked, method=m)["contribution"][:9] for m in ("jacobian", "linear")
+        direct_logit_attribution(bridge, ids, **asked, method=m)["contribution"][:7] for m in ("jacobian", "linear")
     )
     reach = effects.abs().max()
     assert jacobian.tolist() == pytest.approx(effects.tolist(), abs=0.03 * reach)
@@ -235,7 +235,7 @@ def test_a_linear_share_is_that_of_the_tanh_s_argument(ids):
     """An almost linear tanh has the frozen shares."""
     bridge = to_bridge(build("bhyt", lam_last=1e-3))
     frozen, linear = (
-        direct_logit_attribution(bridge, ids, ANSWERS, method=m)["contribution"][:9].tolist()
+        direct_logit_attribution(bridge, ids, ANSWERS, method=m)["contribution"][:7].tolist()
         for m in ("frozen", "linear")
     )
     assert linear == pytest.approx(frozen, rel=1e-3, abs=80 * ROUNDING * max(map(abs, frozen)))

@@ -85,7 +85,7 @@ def test_deleting_renumbers_the_other_blocks(trained, found, batch):
 @pytest.mark.parametrize("scheme", ["pre_rmsnorm", "peri_ln", "mix_ln", "bhyt", "dyt"])
 def test_where_norms_do_not_know_their_layer_deleting_is_skipping(scheme, text, corpus):
     torch.manual_seed(0)
-    model = NormlabForCausalLM(tiny(text, scheme=scheme, depth=4).model_config(300, 0))
+    model = NormlabForCausalLM(tiny(text, scheme=scheme, depth=3).model_config(300, 0))
     found = experiments(model, corpus.spread(2))
     assert np.allclose(rows(found, "skip_delta_loss", "deleted"), rows(found, "skip_delta_loss", "block"), atol=1e-6)
 
