@@ -189,7 +189,17 @@ class Run:
     def experiments(self) -> pd.DataFrame | None:
         """The rows of this run in `load_experiments`; None if there were no experiments."""
         table = self._read(EXPERIMENTS)
-        return None if table is None else _with_keys([self], [table])
+        return None if table is None else _with_keys([self], [table]).assign(**self._training())
+
+    def _training(self) -> dict[str, float]:
+        """How long the model was trained, and what counting achieves on its text; NaN for what the run does not know.
+
+        A run that was stopped early has fewer steps than its recipe.
+        """
+        known = {name: self.manifest.get(name) for name in ("steps", "tokens")}
+        known["unigram_entropy"] = self.manifest["corpus"]["unigram_entropy"]
+        known |= {name: self.manifest[name] for name in COUNT_LOSSES}
+        return {name: float("nan") if value is None else float(value) for name, value in known.items()}
 
     def _read(self, file: str) -> pd.DataFrame | None:
         """A table of the run; None if it has none of that name."""
@@ -522,11 +532,12 @@ def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """Experiments on the trained models of all runs at or below `path` (or several paths), one value per row.
 
     Columns: run scheme depth width seed lr status dtype recipe | metric part layer other value standard_error,
-    explained in `normlab.training.experiments`. A run that cannot be read is named in a warning and left out.
-    NormlabError: no run has experiments.
+    explained in `normlab.training.experiments` | steps tokens unigram_entropy bigram_loss trigram_loss: how long the
+    model was trained, and the losses of models that count on its text. A run that cannot be read is named in a warning
+    and left out. NormlabError: no run has experiments.
     """
     by_run = _each(path, lambda run: (run, run._read(EXPERIMENTS)))
-    measured = [(run, table) for run, table in by_run.values() if table is not None]
+    measured = [(run, table.assign(**run._training())) for run, table in by_run.values() if table is not None]
     if not measured:
         places = ", ".join(sorted({str(directory.parent) for directory in by_run}))
         raise NormlabError(f"no run in {places} was measured so; train with experiment_blocks")

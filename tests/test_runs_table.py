@@ -163,6 +163,19 @@ def test_experiments_of_a_damaged_run_are_left_out(tmp_path):
         assert set(runs.load_experiments(tmp_path).run) == {"good"}
 
 
+def test_experiments_say_how_long_their_run_was_trained_and_on_which_text(tmp_path):
+    rows = pd.DataFrame([("skip", "block", 1, None, 0.5, 0.1)], columns=runs.EXPERIMENT_COLUMNS)
+    config = CONFIG | {"steps": 8, "stop_at": 3}
+    for name, known in {"stopped": {"steps": 3, "tokens": 30, "config": config}, "older": {"bigram_loss": None}}.items():
+        store.write_stats(make_run(tmp_path, name, **known) / runs.EXPERIMENTS, rows)
+    told = ["steps", "tokens", "unigram_entropy", "bigram_loss", "trigram_loss"]
+    table = runs.load_experiments(tmp_path).set_index("run")
+    assert list(table.columns[-5:]) == told and set(table[told].dtypes.astype(str)) == {"float64"}
+    assert table.loc["stopped", told].tolist() == [3, 30, 6.5, 4.5, 4.0]
+    assert table.loc["older", told].isna().tolist() == [True, True, False, True, False]
+    assert runs.read_run(tmp_path / "stopped").experiments().columns.tolist() == ["run", *table.columns]
+
+
 def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path):
     path = make_run(tmp_path, "good")
     (make_run(tmp_path, "bad") / runs.MANIFEST).write_text("{")

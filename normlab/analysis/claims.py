@@ -245,8 +245,8 @@ def depth_use(
         trained unlike.
 
     Raises:
-        NormlabError: no run of that depth has this measurement. Or the runs have several widths or lengths, or the
-            seeds of a scheme were trained unlike.
+        NormlabError: no run of that depth has this measurement. Or the runs have several widths, lengths or texts, or
+            the seeds of a scheme several learning rates or recipes.
     """
     rows = experiments_of(experiments, "skip_delta_loss", part)
     if rows.empty:

@@ -73,7 +73,7 @@ def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
 
     Raises:
         NothingToShow: runs differ in learning rate or something else, so that a mean over them is not one over seeds.
-            Or runs of one depth have several widths or lengths, where the rows have their width and recipe.
+            Or runs of one depth have several widths, lengths or texts, where the rows say these.
     """
     twice = rows[rows.duplicated(["scheme", "depth", "seed", *rows.columns.intersection(["layer", "other"])])]
     if len(twice):
@@ -84,9 +84,24 @@ def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
         )
     if "width" in rows and rows.groupby("depth")["width"].nunique().gt(1).any():
         raise NothingToShow(f"The runs have widths {_listed(sorted(rows['width'].unique()))}: keep those of one.")
+    runs = rows.drop_duplicates(["scheme", "depth", "seed"])
+    if "lr" in rows:
+        _require_one_rate(runs)
     if "recipe" in rows:
-        _require_one_recipe(rows.drop_duplicates(["scheme", "depth", "seed"]))
+        _require_one_recipe(runs)
+    if set(NGRAM_LOSSES) <= set(rows):
+        require_one_text(runs)
     return rows
+
+
+def _require_one_rate(runs: pd.DataFrame) -> None:
+    """Refuse seeds of one scheme that were trained at several learning rates."""
+    for (scheme, depth), rates in runs.groupby(["scheme", "depth"], observed=True)["lr"]:
+        if rates.nunique() > 1:
+            raise NothingToShow(
+                f"Seeds of {scheme} at depth {depth} were trained at learning rates "
+                f"{' and '.join(f'{rate:g}' for rate in sorted(rates.unique()))}: keep those of one."
+            )
 
 
 def _require_one_recipe(runs: pd.DataFrame) -> None:
@@ -96,9 +111,11 @@ def _require_one_recipe(runs: pd.DataFrame) -> None:
             raise NothingToShow(
                 f"Seeds of {scheme} at depth {depth} were trained unlike ({words}): keep the runs of one recipe."
             )
-    lengths = _fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
-    tokens = lengths.prod(axis=1, skipna=False)
-    require_one_length(runs.assign(steps=lengths["steps"], tokens=tokens, status=FINISHED))
+    planned = _fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
+    lengths = planned[["steps"]].assign(tokens=planned.prod(axis=1, skipna=False))
+    known = runs.reindex(columns=["steps", "tokens"]).astype(float)  # fewer where a run was stopped early
+    status = runs["status"] if "status" in runs else FINISHED
+    require_one_length(runs.assign(**known.fillna(lengths), status=status))
 
 
 def depths_of_most(table: pd.DataFrame) -> list[int]:

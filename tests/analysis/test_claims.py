@@ -187,6 +187,26 @@ def test_depth_use_is_not_of_runs_of_several_widths_lengths_or_recipes():
         claims.depth_use(alike[:0])
 
 
+def test_depth_use_is_not_of_seeds_at_several_rates_nor_of_runs_that_were_stopped_or_read_another_text():
+    alike = skipping({"lns": [0.3, 0.1], "bhyt": [0.2, 0.4]}).assign(lr=0.004, recipe="steps=20 batch_size=8")
+    alike = alike.assign(steps=20.0, tokens=160.0, unigram_entropy=6.0, bigram_loss=4.6, trigram_loss=float("nan"))
+    is_lns = alike["scheme"] == "lns"
+    assert len(claims.depth_use(alike, 2)) == 2
+    for field, value, message in (
+        ("steps", 10.0, "were trained for 10 to 20 steps: keep those of one length"),
+        ("tokens", 80.0, "were trained for 80 to 160 tokens: keep those of one length"),
+        ("bigram_loss", 4.7, r"measured on 2 texts or in other tokens \(bigram_loss 4.600, 4.700\): keep those of one"),
+    ):
+        for some in (is_lns, alike["seed"] == 0):
+            with pytest.raises(NormlabError, match=message):
+                claims.depth_use(alike.assign(**{field: alike[field].mask(some, value)}), 2)
+    rates = alike.assign(lr=alike["lr"].mask(alike["seed"] == 2, 0.002))
+    with pytest.raises(NormlabError, match="Seeds of bhyt at depth 2 were trained at learning rates 0.002 and 0.004: k"):
+        claims.depth_use(rates, 2, reference="bhyt")
+    own = alike.assign(lr=alike["lr"].mask(is_lns, 0.002))
+    assert len(claims.depth_use(own, 2)) == 2, "a rate per scheme"
+
+
 def test_the_deepest_depth_at_which_schemes_can_be_compared():
     runs = pd.concat(
         [
