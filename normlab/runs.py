@@ -218,7 +218,7 @@ class Run:
         return pack.table(self.path.name, name) if pack is not None and self.path.name in pack.names else None
 
     def _keys(self) -> dict[str, Any]:
-        config = {"dtype": LATER_FIELDS["dtype"]} | self.manifest["config"]
+        config = LATER_FIELDS | self.manifest["config"]
         recipe = {name: _short(config[name]) for name in RECIPE if name in config}
         recipe |= {MODEL + name: _short(value, none="null") for name, value in sorted(config.get("model", {}).items())}
         config["recipe"] = " ".join(f"{name}={text}" for name, text in recipe.items())

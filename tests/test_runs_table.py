@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from training_helpers import CONFIG, make_run
 
-from normlab import NormlabError, load_runs, runs, store
+from normlab import NormlabError, choose, load_runs, runs, store
 from normlab.training.config import TrainConfig
 
 
@@ -34,14 +34,27 @@ def test_runs_of_one_recipe_have_one_text(tmp_path):
     for name, fields in {"a": {"clip": 5, "init_std": None}, "b": {"clip": 5.0, "init_std": None}, "c": {}}.items():
         make_run(tmp_path, name, config=CONFIG | {"probe_every": len(fields), "warmup": 0.1} | fields)
     recipes = load_runs(tmp_path).groupby("run")["recipe"].unique().map(list)
-    assert recipes.tolist() == [["init_std=default warmup=0.1 clip=5"]] * 2 + [["warmup=0.1"]]
+    later = "gain_lr_ratio=1"
+    assert recipes.tolist() == [
+        *[[f"init_std=default warmup=0.1 {later} clip=5 stream=false"]] * 2,
+        [f"init_std=default warmup=0.1 {later} stream=false"],
+    ]
+
+
+def test_a_run_of_before_a_field_was_added_is_told_from_one_that_sets_it_otherwise(tmp_path):
+    for seed, fields in enumerate(({}, {"init_std": None, "gain_lr_ratio": 1.0}, {"init_std": 0.04})):
+        make_run(tmp_path, f"run-{seed}", config=CONFIG | {"seed": seed} | fields)
+    table = load_runs(tmp_path)
+    with pytest.raises(NormlabError, match=r"were trained unlike \(init_std 0.04 and default\): keep the runs of one"):
+        choose(table)
+    assert len(choose(table[table["seed"] < 2]).runs) == 2
 
 
 def test_a_recipe_says_what_is_streamed_and_each_change_of_the_model(tmp_path):
     model = {"tie_word_embeddings": False, "lam_input": 10.0, "carried": "exact", "calibration": [1, 2.5], "bend": None}
     make_run(tmp_path, config=CONFIG | {"stream": True, "model": model})
     *first, last = load_runs(tmp_path)["recipe"].iloc[0].split(" model.lam_input=")
-    assert first == ["stream=true model.bend=null model.calibration=[1,2.5] model.carried=exact"]
+    assert first == ["init_std=default gain_lr_ratio=1 stream=true model.bend=null model.calibration=[1,2.5] model.carried=exact"]
     assert last == "10 model.tie_word_embeddings=false"
 
 
