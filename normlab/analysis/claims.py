@@ -25,6 +25,7 @@ from normlab.analysis.compare import compare
 from normlab.analysis.quantities import DEEP, SIZE, last_values, quantity_row, values_of
 from normlab.analysis.selection import (
     DIVERGED,
+    LEFT_OUT,
     Selection,
     choose,
     deepest,
@@ -51,7 +52,7 @@ from normlab.analysis.verdicts import (
 from normlab.errors import NormlabError
 
 MOMENTS = (("before training", 0), ("after training", None))
-HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
+HOLDS, FAILS, NOT_RUN, LEFT = "holds", "does not hold", "not run", "left out"
 AS_SAID, NOT_AS_SAID = "as claimed, one seed", "not as claimed, one seed"
 
 
@@ -301,7 +302,8 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
         One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
         rates of `a` and `b`. `ours` is the difference, or the ratio of sizes, with its 95% interval. `says` is "holds",
         "does not hold", "undecided", "not run", "as claimed, one seed" and its opposite, or why nothing can be said.
-        A scheme that has the depth at another width alone is "not run at width ...", that of most runs.
+        A scheme that has the depth at another width alone is "not run at width ...", that of most runs. One that
+        `fully_tried` left out is "left out", with the reason.
     """
     depth = deepest(runs) if depth is None else depth
     width = int(runs.drop_duplicates("run")["width"].mode().iloc[0])  # as `choose` takes it
@@ -321,7 +323,7 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
 
 def sentence(table: pd.DataFrame) -> str:
     """`tested` in words: its first row that was run, and how many claims hold, or are as said by a single seed."""
-    ran = table[~table["says"].str.startswith(NOT_RUN)]
+    ran = table[~table["says"].str.startswith((NOT_RUN, LEFT))]
     first = (table if ran.empty else ran).iloc[0]
     at = table.index.name
     of = f" ({first['ours']} {at}, rate {first['rates']})" if first["ours"] else f", {at}"
@@ -341,8 +343,9 @@ def _measured(runs: pd.DataFrame, claim: Claim, depth: int, width: int) -> pd.Da
     nothing = {"metric": claim.quantity, "kind": quantity_row(claim.quantity).compared, "seeds": 0, "rates": ""}
     nothing |= dict.fromkeys(("estimate", "low", "high", "p"), math.nan)
     schemes, here = {claim.a, claim.b or claim.a}, runs[runs["depth"] == depth]
-    if not schemes <= set(here["scheme"]):
-        return pd.DataFrame([nothing | {"why": NOT_RUN}])
+    if missing := schemes - set(here["scheme"]):
+        left = [runs.attrs.get(LEFT_OUT, {}).get(name, {}).get(depth) for name in in_order(missing)]
+        return pd.DataFrame([nothing | {"why": next(filter(None, left), NOT_RUN)}])
     if not schemes <= set(here.loc[here["width"] == width, "scheme"]):
         return pd.DataFrame([nothing | {"why": f"{NOT_RUN} at width {width}"}])
     try:

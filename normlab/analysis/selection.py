@@ -25,6 +25,7 @@ from normlab.schemes import SCHEMES
 
 NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype", "recipe"))
 MANY = 8  # schemes that a reader can tell apart
+LEFT_OUT = "normlab.left_out"  # in the attrs of the table of `fully_tried`: why a scheme is not there, by depth
 NEEDED_OF_EXPERIMENTS = ("scheme", "depth", "seed", "metric", "part", "layer", "value")
 
 
@@ -203,11 +204,25 @@ def fully_tried(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs of schemes that were tried at as many learning rates as the first scheme of their depth, or at more.
 
     In a sweep that is not done, the others' best rate may be still to come, and they narrow the rates that all share.
+    The table's `attrs` say which are left out, and why.
     """
     about = runs[["run", "depth", "scheme", "lr"]].drop_duplicates().set_index(["depth", "scheme"])
     rates = about.groupby(level=["depth", "scheme"])["lr"].nunique().unstack("scheme")
-    enough = rates.ge(rates[in_order(rates.columns)].bfill(axis=1).iloc[:, 0], axis=0).stack()
-    return runs[runs["run"].isin(about.loc[about.index.isin(enough.index[enough]), "run"])]
+    ordered = rates[in_order(rates.columns)]
+    asked = ordered.bfill(axis=1).iloc[:, 0]
+    enough = rates.ge(asked, axis=0).stack()
+    kept = runs[runs["run"].isin(about.loc[about.index.isin(enough.index[enough]), "run"])]
+    fewer = ordered.lt(asked, axis=0).stack()
+    left: dict[str, dict[int, str]] = {}
+    for depth, scheme in fewer.index[fewer]:
+        count, first = int(rates.loc[depth, scheme]), title_of(ordered.loc[depth].first_valid_index())
+        left.setdefault(str(scheme), {})[int(depth)] = (
+            f"left out: {title_of(scheme)} was tried at {count} learning rate{'s' if count > 1 else ''}, {first} at "
+            f"{asked[depth]:.0f}"
+        )
+    if left:
+        kept.attrs = runs.attrs | {LEFT_OUT: left}
+    return kept
 
 
 def mean_of(values: pd.Series, metric: str) -> float:

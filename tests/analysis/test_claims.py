@@ -7,7 +7,7 @@ from figures_helpers import MEAN_OF_SEEDS, activation, one_run, table
 from scipy import stats
 
 from normlab.analysis import claims
-from normlab.analysis.selection import deepest
+from normlab.analysis.selection import deepest, fully_tried
 from normlab.errors import NormlabError
 
 SCHEMES = ("pre_rmsnorm", "lns", "bhyt")
@@ -314,6 +314,18 @@ def test_why_there_is_no_number_is_what_happened():
     found = claims.tested(runs, [wide, lower, grown])
     assert found["says"].tolist() == ["not run at width 16", "not run at width 16", "holds"]
     assert claims.sentence(found).startswith("“Pre-LN grows”: holds")
+
+
+def test_a_scheme_that_was_tried_at_fewer_rates_is_left_out_and_not_called_not_run():
+    grid = [one_run("pre_rmsnorm", lr=lr) for lr in (1e-3, 2e-3, 4e-3)]
+    runs = fully_tried(pd.concat([*grid, one_run("lns", lr=2e-3), one_run("lns", 8, lr=2e-3)], ignore_index=True))
+    lower = claims.Claim("LNS is lower", "lns", "pre_rmsnorm", "loss", "below")
+    grown = claims.Claim("Pre-LN grows", "pre_rmsnorm", None, "growth", "above")
+    found = claims.tested(runs, [lower, lower._replace(says="DyT", a="dyt"), grown], depth=4)
+    reason = "left out: LNS was tried at 1 learning rate, Pre-LN at 3"
+    assert found["says"].tolist() == [reason, "not run", "as claimed, one seed"]
+    assert claims.sentence(found).startswith("“Pre-LN grows”: as claimed")
+    assert claims.tested(runs, [lower], depth=8)["says"].tolist() == ["not run"], "Pre-LN, at that depth"
 
 
 def test_losses_stand_by_scheme_and_depth_with_what_must_be_known_of_them():
