@@ -79,7 +79,7 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
     """Held-out loss after training in nats per token, means over seeds, as text.
 
     One row per scheme, one column per depth. Brackets hold remarks on the runs (`Selection.remark`: not learned,
-    diverged ...). The last row is the trigram model's loss, where runs store it. Runs of unequal length are not shown
+    diverged, without a held-out loss ...). The last row is the trigram model's loss, where runs store it. Runs of unequal length are not shown
     together.
     """
     chosen = choose(runs, depth=None)
@@ -89,7 +89,7 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
     table = pd.DataFrame("", index=chosen.schemes, columns=chosen.depths)
     for scheme in chosen.schemes:
         for depth in chosen.depths:
-            parts = [f"{mean[scheme, depth]:.3f}"] if (scheme, depth) in mean.index else []
+            parts = [f"{mean[scheme, depth]:.3f}"] if np.isfinite(mean.get((scheme, depth), math.nan)) else []
             remark = chosen.remark(scheme, depth)
             table.loc[scheme, depth] = " ".join(parts + ([f"({remark})"] if remark else []))
     table = table.rename(index=title_of)

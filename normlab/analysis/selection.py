@@ -355,15 +355,20 @@ class Selection:
         return self.table[keep]
 
     def remark(self, scheme: str, depth: int | None = None) -> str:
-        """Remarks on a scheme's runs: "diverged", "2 of 3 seeds not learned", its learning rate if rates differ.
+        """Remarks on a scheme's runs: "diverged", "2 of 3 seeds not learned", "without a held-out loss", its learning
+        rate if rates differ.
 
         Empty for a scheme that was not run there.
         """
         own = self.runs[self.runs["scheme"] == scheme]
         own = own if depth is None else own[own["depth"] == depth]
         words = []
-        for status, word in ((DIVERGED, "diverged"), (NOT_LEARNED, "not learned")):
-            count = int((own["status"] == status).sum())
+        for which, word in (
+            (own["status"] == DIVERGED, "diverged"),
+            (own["status"] == NOT_LEARNED, "not learned"),
+            (own["eval_loss"].isna() & own["status"].eq(FINISHED), "without a held-out loss"),
+        ):
+            count = int(which.sum())
             if count:
                 words.append(word if count == len(own) else f"{count} of {len(own)} seeds {word}")
         here = self.runs if depth is None else self.runs[self.runs["depth"] == depth]

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.outcomes import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
+from normlab.analysis.outcomes import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, UNKNOWN, outcomes
 from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import (
     DIVERGED,
@@ -191,9 +191,10 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
     """One row per scheme, lowest held-out loss first: loss, gradients by layer at step 0, last stream by layer.
 
     Outcomes are those of `outcomes`: a disc trains, a ring stalls, a cross diverges. A cross has no loss: it is drawn
-    `BEYOND` above the unigram entropy, as are losses above that. Gradients are of the batch at each block's input
-    (``grad_l2_total``), the stream is its L2 norm per token (``token_l2_mean``). Both are geometric means over seeds.
-    Each row of a profile spans its first layer to its last. Runs that diverged have no stream after training.
+    `BEYOND` above the unigram entropy, as are losses above that. A scheme that logged no held-out loss has no mark.
+    Gradients are of the batch at each block's input (``grad_l2_total``), the stream is its L2 norm per token
+    (``token_l2_mean``). Both are geometric means over seeds. Each row of a profile spans its first layer to its last.
+    Runs that diverged have no stream after training.
     """
     shown = selected(runs)
     table = outcomes(shown.runs)
@@ -234,6 +235,8 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
     figure.update_yaxes(range=[len(table) - 0.5, -0.5], tickfont=dict(size=11))
     figure.update_layout(showlegend=False, margin=dict(l=170, r=90, t=134, b=60))
     counts = ", ".join(words.format((table["outcome"] == outcome).sum()) for outcome, words in _WORDS.items())
+    unknown = int((table["outcome"] == UNKNOWN).sum())
+    counts += f", {unknown} without a held-out loss" if unknown else ""
     marks = f"dotted: {MARGIN} below the unigram entropy · × and losses further up are drawn {BEYOND} above it"
     about = f"{shown.describe()} · {counts}<br>{marks}"
     title = f"Which schemes train at depth {shown.depths[0]}: {(table['outcome'] == TRAINS).sum()} of {len(table)}"

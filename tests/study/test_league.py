@@ -199,6 +199,18 @@ def test_runs_without_a_trigrams_loss_are_not_said_to_be_above_it(runs):
     assert "not learned" not in set(league.against_papers(unknown, load_published()).iloc[:, -1])
 
 
+def test_a_scheme_that_logged_no_held_out_loss_is_not_said_to_be_above_the_trigram_model(runs):
+    of_lns = runs["scheme"].eq("lns") & runs["metric"].isin(["loss", "validation_loss"]) & runs["split"].eq("eval")
+    made = league.standings(runs[~of_lns], load_published(), league.step_times().iloc[:0])
+    said = " ".join(league.remarks(made))
+    assert "as not every seed logged a held-out loss at the best rate: LNS." in said
+    assert "no trigram model's" not in said and "above a trigram model: DyT." in said
+    rows = made.set_index("scheme")
+    assert np.isnan(rows.loc["lns", "loss"]) and not rows.loc["lns", "told"] and rows.loc["dyt", "told"]
+    one = runs[~(runs["scheme"].eq("lns") & runs["seed"].eq(3) & of_lns)]
+    assert contenders(one).set_index("scheme").loc[["lns", "pre_rmsnorm"], "loss"].isna().tolist() == [True, False]
+
+
 def test_the_printed_table_marks_best_rates_and_fits_a_terminal(table):
     lines = league.printed(table).splitlines()
     first, row = lines[0].split(), next(line for line in lines if line.split()[0] == "LNS").split()
