@@ -62,6 +62,9 @@ RECIPE = (
     "steps", "batch_size", "block_length", "heads", "kv_heads", "intermediate", "init_std", "weight_decay", "warmup",
     "min_lr_ratio", "gain_lr_ratio", "clip", "beta1", "beta2", "outlier_channels", "outlier_size", "stream",
 )  # fmt: skip
+# How many held-out blocks a model was measured on, each with the field without which it was not. Gradients of a batch and
+# largest magnitudes are of all of them together.
+MEASURED_ON = {"probe_blocks": "probe_every", "experiment_blocks": "experiment_blocks"}
 # Fields of a configuration that manifests of earlier versions lack, and what those runs had.
 LATER_FIELDS: dict[str, Any] = {
     "init_std": None, "gain_lr_ratio": 1.0, "stop_at": None, "stream": False, "held_out": "all", "experiment_blocks": 0,
@@ -220,6 +223,8 @@ class Run:
     def _keys(self) -> dict[str, Any]:
         config = LATER_FIELDS | self.manifest["config"]
         recipe = {name: _short(config[name]) for name in RECIPE if name in config}
+        measured = (name for name, needed in MEASURED_ON.items() if config.get(name) and config.get(needed))
+        recipe |= {name: _short(config[name]) for name in measured}
         recipe |= {MODEL + name: _short(value, none="null") for name, value in sorted(config.get("model", {}).items())}
         config["recipe"] = " ".join(f"{name}={text}" for name, text in recipe.items())
         keys = {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
@@ -476,8 +481,9 @@ def load_runs(path: str | Path | Iterable[str | Path], *, variants: bool = True)
 
     - lr: to six digits, so that rates that differ by a rounding are one.
     - dtype: of matrix products in training steps.
-    - recipe: how a model of that shape was trained, "steps=6000 batch_size=8 ...". Fields that change the model come
-      last, as "model.lam_input=10". The corpus is not part of it.
+    - recipe: how a model of that shape was trained, "steps=6000 batch_size=8 ...". Then on how many held-out blocks it
+      was measured, "probe_blocks=16 experiment_blocks=32". Fields that change the model come last, as
+      "model.lam_input=10". The corpus is not part of it.
     - step: optimizer steps done; 0 is before training.
     - tokens: trained so far.
     - split: "train", "eval" or "probe".

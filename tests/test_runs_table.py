@@ -50,6 +50,15 @@ def test_a_run_of_before_a_field_was_added_is_told_from_one_that_sets_it_otherwi
     assert len(choose(table[table["seed"] < 2]).runs) == 2
 
 
+def test_a_recipe_says_on_how_many_blocks_a_run_was_measured_if_it_was(tmp_path):
+    blocks = {"probe_blocks": 16, "experiment_blocks": 8, "probe_every": 10}
+    make_run(tmp_path, "both", config=CONFIG | blocks | {"model": {"gamma0": 2.0}})
+    make_run(tmp_path, "none", config=CONFIG | blocks | {"probe_every": 0, "experiment_blocks": 0})
+    recipes = load_runs(tmp_path).groupby("run")["recipe"].first()
+    assert recipes["both"].endswith(" probe_blocks=16 experiment_blocks=8 model.gamma0=2")
+    assert "blocks" not in recipes["none"]
+
+
 def test_a_recipe_says_what_is_streamed_and_each_change_of_the_model(tmp_path):
     model = {"tie_word_embeddings": False, "lam_input": 10.0, "carried": "exact", "calibration": [1, 2.5], "bend": None}
     make_run(tmp_path, config=CONFIG | {"stream": True, "model": model})

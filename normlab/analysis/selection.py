@@ -20,7 +20,15 @@ import pandas as pd
 
 from normlab.errors import NormlabError
 from normlab.probes.metrics import NGRAM_LOSSES, metric_row
-from normlab.runs import COLUMNS, DIVERGED, FINISHED, MODEL, NOT_LEARNED, rounded_rate  # noqa: F401  (for figures)
+from normlab.runs import (  # noqa: F401  (for figures)
+    COLUMNS,
+    DIVERGED,
+    FINISHED,
+    MEASURED_ON,
+    MODEL,
+    NOT_LEARNED,
+    rounded_rate,
+)
 from normlab.schemes import SCHEMES
 
 NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype", "recipe"))
@@ -270,10 +278,15 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def unlike(recipes: pd.Series) -> pd.DataFrame:
-    """The fields in which recipes of `normlab.load_runs` differ, one column each.
+    """The fields in which models of these recipes of `normlab.load_runs` were trained unlike, one column each.
 
     What one lacks is not compared, but for a model field, which is at its default there.
     """
+    return _differing(recipes).drop(columns=list(MEASURED_ON), errors="ignore")
+
+
+def _differing(recipes: pd.Series) -> pd.DataFrame:
+    """`unlike`, with the fields that say on how many held-out blocks models were measured."""
     fields = _fields(recipes)
     return fields.loc[:, fields.nunique() > 1]
 
@@ -287,11 +300,17 @@ def _fields(recipes: pd.Series) -> pd.DataFrame:
 
 def unlike_in_words(recipes: pd.Series) -> str:
     """The same as text: "warmup 0.1 and 0.3, clip 1 and 5"; empty if they are alike."""
-    return ", ".join(f"{name} {' and '.join(sorted(own.dropna().unique()))}" for name, own in unlike(recipes).items())
+    return _values_in_words(unlike(recipes))
+
+
+def _values_in_words(fields: pd.DataFrame) -> str:
+    return ", ".join(f"{name} {' and '.join(sorted(own.dropna().unique()))}" for name, own in fields.items())
 
 
 def recipes_in_words(runs: pd.DataFrame) -> str:
     """What runs differ in beside their rate: the schemes of a depth whose value fewer runs have, or each depth's value.
+
+    Numbers of held-out blocks come last, "measured unlike: probe_blocks 16 and 8 (LNS)".
 
     Args:
         runs: columns `scheme depth seed recipe`, one row per run or several. Nothing is said without recipes.
@@ -299,20 +318,23 @@ def recipes_in_words(runs: pd.DataFrame) -> str:
     if "recipe" not in runs:
         return ""
     runs = runs.drop_duplicates(["scheme", "depth", "seed", "recipe"])
-    said: dict[str, None] = {}
+    said: dict[str, str] = {}
     for _, own in runs.groupby("depth"):
-        for name, values in unlike(own["recipe"]).items():
+        for name, values in _differing(own["recipe"]).items():
             counts = values.value_counts().sort_index().sort_values(ascending=False, kind="stable")
             most, *others = counts.index
             titles = [list(map(title_of, in_order(own["scheme"][values == other]))) for other in others]
             between = separator(title for own_titles in titles for title in own_titles)
             named = [f"{other} ({between.join(own_titles)})" for other, own_titles in zip(others, titles, strict=True)]
-            said[f"{name} {' and '.join([most, *named])}"] = None
-    for name, values in unlike(runs["recipe"]).items():
+            said[f"{name} {' and '.join([most, *named])}"] = name
+    for name, values in _differing(runs["recipe"]).items():
         usual = values.groupby(runs["depth"]).agg(lambda own: own.mode().get(0)).dropna()
         if usual.nunique() > 1:
-            said[f"{name} {' and '.join(f'{value} at depth {depth}' for depth, value in usual.items())}"] = None
-    return f"trained unlike: {', '.join(said)}" if said else ""
+            said[f"{name} {' and '.join(f'{value} at depth {depth}' for depth, value in usual.items())}"] = name
+    trained = [words for words, name in said.items() if name not in MEASURED_ON]
+    measured = [words for words, name in said.items() if name in MEASURED_ON]
+    parts = (("trained", trained), ("measured", measured))
+    return "; ".join(f"{what} unlike: {', '.join(words)}" for what, words in parts if words)
 
 
 def has_learned(about: pd.DataFrame) -> pd.Series:
@@ -557,7 +579,7 @@ def _variants(about: pd.DataFrame) -> str:
     recipes = places.get_group(most)
     return (
         f"{len(recipes)} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in "
-        f"{unlike_in_words(recipes) or 'something else'}: keep those of one setting (normlab.load_configs says which), "
+        f"{_values_in_words(_differing(recipes)) or 'something else'}: keep those of one setting (normlab.load_configs says which), "
         "or use normlab.compare_variants."
     )
 

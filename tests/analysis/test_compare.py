@@ -241,6 +241,16 @@ def test_what_runs_were_trained_unlike_in_names_schemes_apart_and_depths():
     assert choose(runs, 2).recipes() == ""
 
 
+def test_a_comparison_says_on_how_many_held_out_blocks_its_sides_were_measured():
+    sides = [one_run("pre_rmsnorm", seed=seed).assign(recipe="warmup=0.1 probe_blocks=16") for seed in (0, 1)]
+    sides += [one_run("lns", seed=seed).assign(recipe=f"warmup=0.1 probe_blocks={8 << seed}") for seed in (0, 1)]
+    runs = pd.concat(sides, ignore_index=True)
+    said = compare(runs, "lns", "pre_rmsnorm", "grad_l2_total", layer=1).attrs["about"]
+    assert said.endswith(" · measured unlike: probe_blocks 16 and 8 (LNS)"), "seeds are one group all the same"
+    both = runs.assign(recipe=runs["recipe"].mask(runs["scheme"] == "lns", "warmup=0.3 probe_blocks=8"))
+    assert choose(both).recipes() == "trained unlike: warmup 0.1 and 0.3 (LNS); measured unlike: probe_blocks 16 and 8 (LNS)"
+
+
 def test_a_comparison_says_that_one_side_s_model_is_changed_or_its_text_streamed():
     plain = "clip=1 stream=false"
     changed = plain.replace("false", "true") + " model.attention_dropout=0.9"
