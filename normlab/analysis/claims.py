@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.compare import compare
+from normlab.analysis.compare import WHERE, chosen_pair, pair_rows
 from normlab.analysis.quantities import DEEP, SIZE, last_values, quantity_row, values_of
 from normlab.analysis.selection import (
     DIVERGED,
@@ -350,26 +350,29 @@ def _measured(runs: pd.DataFrame, claim: Claim, depth: int, width: int) -> pd.Da
         return pd.DataFrame([nothing | {"why": f"{NOT_RUN} at width {width}"}])
     try:
         if claim.b is None:
-            values = values_of(choose(runs, depth, width, same_rate=True), claim.quantity)
+            own = choose(runs, depth, width, same_rate=True)
+            values = values_of(own, claim.quantity)
             rows = means(values, claim.quantity).query("a == @claim.a")
             rates = values.loc[values["scheme"] == claim.a, "lr"].unique()
         else:
-            rows = compare(runs, claim.a, claim.b, claim.quantity, depth=depth, width=width)
+            own = chosen_pair(runs, claim.a, claim.b, claim.quantity, depth, width, WHERE)
+            rows = pair_rows(values_of(own, claim.quantity), claim.a, claim.b, claim.quantity)
             rates = rows[["lr_a", "lr_b"]].to_numpy(float).ravel()
     except NormlabError as error:
         return pd.DataFrame([nothing | {"why": str(error)}])
     said = " and ".join(f"{rate:g}" for rate in dict.fromkeys(rates) if math.isfinite(rate))
-    why = "" if np.isfinite(rows["estimate"]).all() else _without_number(here, claim)
+    why = "" if np.isfinite(rows["estimate"]).all() else _without_number(own.runs, claim)
     return rows.assign(rates=said, why=why)
 
 
-def _without_number(runs: pd.DataFrame, claim: Claim) -> str:
-    """Why the runs of one depth have no number for a claim."""
-    own = runs[runs["scheme"].isin([claim.a, claim.b])]
-    if own["status"].eq(DIVERGED).any():
-        return "a run diverged"
-    seeds = own.groupby("scheme", observed=True)["seed"].unique()
-    return "not measured" if set.intersection(*map(set, seeds)) else "no seed in common"
+def _without_number(about: pd.DataFrame, claim: Claim) -> str:
+    """Why the runs that were compared have no number for a claim."""
+    own = about[about["scheme"].isin([claim.a, claim.b])]
+    every, whole = (
+        set.intersection(*(set(runs.loc[runs["scheme"] == name, "seed"]) for name in {claim.a, claim.b or claim.a}))
+        for runs in (own, own[own["status"] != DIVERGED])
+    )
+    return "not measured" if whole else "a run diverged" if every else "no seed in common"
 
 
 def _outcome(row: Any, direction: str) -> str:

@@ -24,6 +24,8 @@ from normlab.analysis.verdicts import (
 )
 from normlab.errors import NormlabError
 
+WHERE: dict[str, Any] = {"site": None, "layer": None, "mask": "all", "split": None, "step": None}  # of `compare`
+
 
 def compare(
     runs: pd.DataFrame,
@@ -72,8 +74,8 @@ def compare(
     """
     require_level(level)
     where: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
-    own = _look(runs, a, b, metric, depth, width, where)
-    found = judged(_rows(values_of(own, metric, **where), a, b, metric, level), level)
+    own = chosen_pair(runs, a, b, metric, depth, width, where)
+    found = judged(pair_rows(values_of(own, metric, **where), a, b, metric, level), level)
     found.attrs["about"] = own.describe()
     return found
 
@@ -108,13 +110,13 @@ def compare_variants(
         raise NormlabError(f"no run sets {', '.join(unknown)}; fields are {', '.join(map(str, configs.columns))}")
     choice = {name: where.pop(name, None) for name in ("depth", "width")}
     level = require_level(where.pop("level", LEVEL))
-    where = {"site": None, "layer": None, "mask": "all", "split": None, "step": None} | where
+    where = WHERE | where
     found = []
     for fields, group in configs.groupby(list(by), dropna=False):
         if not {a, b} <= set(group["scheme"]):
             continue
-        own = _look(runs[runs["run"].isin(group.index)], a, b, metric, **choice, where=where)
-        rows = _rows(values_of(own, metric, **where), a, b, metric, level)
+        own = chosen_pair(runs[runs["run"].isin(group.index)], a, b, metric, **choice, where=where)
+        rows = pair_rows(values_of(own, metric, **where), a, b, metric, level)
         place = pd.DataFrame([fields] * len(rows), columns=list(by)).drop(columns=rows.columns, errors="ignore")
         found.append(pd.concat([place, rows], axis=1))
     if not found:
@@ -122,7 +124,7 @@ def compare_variants(
     return judged(pd.concat(found, ignore_index=True), level)
 
 
-def _look(
+def chosen_pair(
     runs: pd.DataFrame,
     a: str,
     b: str,
@@ -131,7 +133,7 @@ def _look(
     width: int | None,
     where: Mapping[str, Any],
 ) -> Selection:
-    """The runs of a and b, as figures show them among all schemes."""
+    """The runs of a and b that `compare` compares: as figures show them among all schemes."""
     site = where["site"] or quantity_row(metric).default_site
     everyone = _select(runs, (a, b), depth, width, same_rate=site != "model")
     about = everyone.runs[everyone.runs["scheme"].isin([a, b])]
@@ -150,7 +152,7 @@ def _look(
     return own
 
 
-def _rows(values: pd.DataFrame, a: str, b: str, metric: str, level: float) -> pd.DataFrame:
+def pair_rows(values: pd.DataFrame, a: str, b: str, metric: str, level: float = LEVEL) -> pd.DataFrame:
     """Differences, with the learning rates and precisions of both sides."""
     rows = differences(values, a, b, metric, level)
     sides = [(side, values[values["scheme"] == name].groupby("depth")) for side, name in (("a", a), ("b", b))]

@@ -308,6 +308,15 @@ def test_why_there_is_no_number_is_what_happened():
     bare = table(SCHEMES, depths=(4,)).query("metric != 'token_l2_mean' or layer != 1")
     grown = claims.Claim("Pre-LN grows", "pre_rmsnorm", None, "growth", "above")
     assert claims.tested(bare, [grown])["says"].tolist() == ["not measured"]
+    beside = pd.concat([bare, one_run("pre_rmsnorm", lr=1e-2, status="diverged")], ignore_index=True)
+    assert claims.tested(beside, [grown])["says"].tolist() == ["not measured"], "at a rate that is not compared"
+    other = [one_run(name, lr=2e-2) for name in ("lns", "pre_rmsnorm")]
+    seeds = [one_run("lns", seed=seed) for seed in (2, 3)] + [one_run("pre_rmsnorm", seed=seed) for seed in (0, 1)]
+    seeds = pd.concat([*other, *seeds], ignore_index=True)
+    assert claims.tested(seeds, [lower])["says"].tolist() == ["no seed in common"], "they have one at another rate"
+    deep = lower._replace(quantity="deep_cost")
+    (said,) = claims.tested(table(SCHEMES, depths=(2,)), [deep])["says"]
+    assert said == "deep_cost needs a model of 3 blocks or more: these have at most 2"
     runs = table(SCHEMES, depths=(4,))
     runs.loc[runs["scheme"] == "lns", "width"] = 32
     wide = grown._replace(says="LNS grows", a="lns")
