@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -101,7 +102,7 @@ def compare_variants(
 
     Returns:
         One row per group in which both schemes were run: the columns `by`, then those of `compare`. A column of both
-        is not repeated.
+        is not repeated. A list is its text, "[1, 2]".
 
     Raises:
         NormlabError: a field that no run has, no group with both schemes, or a level outside (0, 1).
@@ -112,6 +113,8 @@ def compare_variants(
     level = require_level(where.pop("level", LEVEL))
     where = WHERE | where
     found = []
+    lists = [name for name in by if configs[name].map(type).isin([list, dict]).any()]  # groups need a key
+    configs = configs.assign(**{name: configs[name].map(_as_text) for name in lists})
     for fields, group in configs.groupby(list(by), dropna=False):
         if not {a, b} <= set(group["scheme"]):
             continue
@@ -122,6 +125,10 @@ def compare_variants(
     if not found:
         raise NormlabError(f"no configuration under which both {a} and {b} were run")
     return judged(pd.concat(found, ignore_index=True), level)
+
+
+def _as_text(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def chosen_pair(

@@ -413,6 +413,16 @@ def test_groups_of_one_depth_have_one_column_of_depths():
     assert shown(found)["depth"].tolist() == [2, 4]
 
 
+def test_groups_may_share_a_list():
+    runs = table(("lns", "bhyt"), (4,), (0, 1))
+    configs = runs.drop_duplicates("run").set_index("run")[["scheme", "seed"]]
+    configs["exact_layers"] = [[1, 2] if seed else [] for seed in configs["seed"]]
+    found = compare_variants(runs, configs, "lns", "bhyt", ["exact_layers"])
+    assert found["exact_layers"].tolist() == ["[1, 2]", "[]"] and found["seeds"].tolist() == [1, 1]
+    configs["exact_layers"] = [None if seed else [1] for seed in configs["seed"]]
+    assert len(compare_variants(runs, configs, "lns", "bhyt", ["exact_layers"])) == 2
+
+
 def test_a_depth_that_is_no_number_is_one_line():
     with pytest.raises(NormlabError, match="depth is 'all': give a number of blocks"):
         choose(table(), "all")
