@@ -329,8 +329,14 @@ def moved(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def found(table: pd.DataFrame) -> str:
-    """In a sentence: of how many schemes the rate moves the loss further than the scheme's choice does."""
-    rows = moved(table)
+    """In a sentence: of how many schemes the rate moves the loss further than the scheme's choice does.
+
+    Nothing is concluded from a Pre-LN that has not learned.
+    """
+    rows, baseline = moved(table), table[table["scheme"] == BASELINE]
+    if len(baseline) and not baseline["learned"].astype(bool).all():
+        known = "has not learned" if baseline["told"].all() else "is not known to have learned"
+        return f"{title_of(BASELINE)} {known}, so how far the learning rate moves a loss is compared with nothing."
     if rows.empty:
         return f"No scheme that has learned was tried at several rates that {title_of(BASELINE)} has too."
     further = int((rows["by_rate"] > rows["from_baseline"]).sum())

@@ -169,6 +169,11 @@ def test_what_the_rate_moves_is_over_the_rates_that_pre_ln_has_too(runs, table):
     assert league.found(table.loc[["lns"]]).startswith("No scheme that has learned")
     alone = league.standings(runs[runs["lr"] == 4e-3], load_published(), league.step_times())
     assert league.found(alone).startswith("No scheme that has learned")
+    is_base = table["scheme"] == "pre_rmsnorm"
+    above = table.assign(learned=table["learned"] & ~is_base)
+    assert league.found(above).startswith("Pre-LN has not learned, so how far")
+    untold = above.assign(told=table["told"] & ~is_base)
+    assert league.found(untold).startswith("Pre-LN is not known to have learned, so how far")
 
 
 def test_our_losses_stand_next_to_the_papers(table):
