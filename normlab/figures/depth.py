@@ -84,11 +84,22 @@ def depth_scaling(runs: pd.DataFrame | Selection) -> go.Figure:
     _add_losses(figure, shown, points, levels, height - _MARGIN["t"] - _MARGIN["b"])
     family = _add_differences(figure, shown, base, names)
     figure.update_layout(showlegend=False, margin=_MARGIN)
-    tested = f"{LEVEL:.0%} intervals, Holm over {family}: {theme.VERDICT_KEY}" if family else "one seed: no intervals"
+    tested = _tested(family, shown)
     right = f"right, difference from {theme.style_of(base).title}, paired by seed, {tested}"
     marks = f"left: ○ not learned, × diverged · {right}"
     about = "<br>".join(filter(None, [shown.describe(), marks, levels_in_words(levels)]))
     return theme.titled(figure, f"Held-out loss against depth{_falls(points, depths)}", about, height)
+
+
+def _tested(family: pd.DataFrame, shown: Selection) -> str:
+    """How the differences were tested, in words, or why they were not."""
+    if count := int(family["p"].notna().sum()):
+        return f"{LEVEL:.0%} intervals, Holm over {count}: {theme.VERDICT_KEY}"
+    if shown.runs.groupby(["scheme", "depth"])["seed"].nunique().max() == 1:
+        return "one seed: no intervals"
+    if family.empty:
+        return "no seed in common that learned" if len(shown.schemes) > 1 else "no other scheme"
+    return "one seed in common: no intervals"
 
 
 def _falls(points: pd.DataFrame, depths: list[int]) -> str:
@@ -154,8 +165,8 @@ def _add_losses(
     figure.update_xaxes(type="log", title_text="depth (blocks)", range=span, **ticks, col=1)
 
 
-def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list[str]) -> int:
-    """Draw the panels on the right; return the size of the family that Holm's correction is over."""
+def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list[str]) -> pd.DataFrame:
+    """Draw the panels on the right; return the differences, the family that Holm's correction is over."""
     values = last_values(shown, "loss")
     learned = values[values["run"].isin(shown.runs.index[shown.runs["status"] == FINISHED])]
     present = set(learned["scheme"])
@@ -164,7 +175,7 @@ def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list
         for column in range(2, 2 + len(shown.depths)):
             figure.update_xaxes(visible=False, col=column).update_yaxes(visible=False, col=column)
         note(figure, f"no scheme to compare<br>with {theme.style_of(base).title}", "2")
-        return 0
+        return pd.DataFrame({"p": []})
     family = judged(pd.concat(pairs, ignore_index=True))
     family = family[family["seeds"] > 0]
     bounds = axis_bounds([0.0, *family["estimate"], *family["low"], *family["high"]], False)
@@ -183,7 +194,7 @@ def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list
         ticks = dict(tickvals=list(range(len(names))), ticktext=ticktext, showticklabels=column == 2, ticks="")
         figure.update_yaxes(range=[len(names) - 0.5, -0.5], **ticks, col=column)
     figure.update_xaxes(title_text=f"loss difference ({LOSS.unit})", col=2 + (len(shown.depths) - 1) // 2)
-    return int(family["p"].notna().sum())
+    return family
 
 
 @register("trains_at_depth", "N3", "which schemes train at the greatest depth, and the layers that say why")
