@@ -24,6 +24,7 @@ from normlab.analysis.verdicts import (
     require_level,
 )
 from normlab.errors import NormlabError
+from normlab.probes.metrics import NGRAM_LOSSES
 
 WHERE: dict[str, Any] = {"site": None, "layer": None, "mask": "all", "split": None, "step": None}  # of `compare`
 
@@ -235,6 +236,13 @@ def _require_same_text(about: pd.DataFrame, a: str, b: str) -> None:
                 f"at depth {depth}, seed {seed}, {a} and {b} were measured on other held-out text (losses of a bigram "
                 f"model {bigrams[a]:.3f} and {bigrams[b]:.3f}): their losses do not compare"
             )
+    for depth, group in about.groupby("depth"):  # each seed of one text, and several texts among them
+        for column in NGRAM_LOSSES[:2]:
+            if len(texts := group[column].dropna().round(6).unique()) > 1:
+                raise NormlabError(
+                    f"at depth {depth}, seeds of {a} and {b} were measured on {len(texts)} texts or in other tokens "
+                    f"({column} {', '.join(f'{value:.3f}' for value in sorted(texts))}): keep those of one"
+                )
 
 
 def report(found: pd.DataFrame, level: float | None = None) -> str:

@@ -181,6 +181,13 @@ def test_runs_of_another_text_are_not_compared():
         compare(pd.concat([one_run("bhyt"), other], ignore_index=True), "bhyt", "lns")
     three = pd.concat([one_run("bhyt"), one_run("dyt"), other], ignore_index=True)
     assert compare(three, "bhyt", "dyt")["estimate"].notna().all(), "a third scheme's text is not theirs"
+    seeds = table(("bhyt", "lns"), (2, 4), (0, 1))
+    entropy = seeds["metric"].eq("unigram_entropy")
+    by_seed = seeds.assign(value=seeds["value"].mask(entropy & seeds["seed"].eq(1), 4.95))
+    with pytest.raises(NormlabError, match=r"depth 2, seeds of bhyt and lns .* 2 texts .*entropy 4.950, 6.000\): keep"):
+        compare(by_seed, "bhyt", "lns")
+    by_depth = seeds.assign(value=seeds["value"].mask(entropy & seeds["depth"].eq(2), 4.95))
+    assert len(compare(by_depth, "bhyt", "lns")) == 2, "each depth has a mean of its own"
 
 
 def test_runs_of_two_depths_and_texts_are_not_shown_together():
