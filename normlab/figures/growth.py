@@ -189,6 +189,8 @@ def growth_before_after(
     )
     table = table.sort_values("end", na_position="last")
     if table["end"].notna().sum() == 0:
+        if shown.runs["status"].eq(DIVERGED).all():
+            raise NothingToShow(f"All of these runs diverged, so {metric} has no value after training.")
         raise NothingToShow(f"{metric} was not measured at: {site_label('block_out')}.")
     base, names = shown.schemes[0], [str(name) for name in table.index]
     points = _printed_ratios(published_points(published, metric, shown.schemes), base)

@@ -131,6 +131,14 @@ def test_failed_runs_are_marked_wherever_they_appear():
     assert line.marker.symbol == ("circle", "circle-open")
 
 
+def test_runs_that_all_diverged_are_not_called_unmeasured():
+    runs = table(statuses=dict.fromkeys([(name, 4) for name in SCHEMES], "diverged"), depths=(4,))
+    assert "All of these runs diverged, so token_l2_mean has no value" in text_of(growth_before_after(runs))
+    assert "All runs of 4 blocks diverged, so growth has no value" in text_of(quantity_by_rate(runs))
+    bare = runs[runs["metric"].ne("token_l2_mean")].assign(status="finished")
+    assert "was not measured" in text_of(growth_before_after(bare)) + text_of(quantity_by_rate(bare))
+
+
 def test_before_and_after_shows_both_ends_with_controls_and_ratios():
     figure = growth_before_after(choose(table(), schemes=["pre_rmsnorm", "bhyt"]), published=PUBLISHED)
     assert {t.meta["scheme"] for t in figure.data} == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
