@@ -62,8 +62,8 @@ RECIPE = (
     "steps", "batch_size", "block_length", "heads", "kv_heads", "intermediate", "init_std", "weight_decay", "warmup",
     "min_lr_ratio", "gain_lr_ratio", "clip", "beta1", "beta2", "outlier_channels", "outlier_size", "stream",
 )  # fmt: skip
-# How many held-out blocks a model was measured on, each with the field without which it was not. Gradients of a batch and
-# largest magnitudes are of all of them together.
+# How many held-out blocks a model was measured on, each with the field without which it was not. Gradients of a batch
+# and largest magnitudes are of all of them together.
 MEASURED_ON = {"probe_blocks": "probe_every", "experiment_blocks": "experiment_blocks"}
 # Fields of a configuration that manifests of earlier versions lack, and what those runs had.
 LATER_FIELDS: dict[str, Any] = {

@@ -46,7 +46,7 @@ def test_a_run_of_before_a_field_was_added_is_told_from_one_that_sets_it_otherwi
         make_run(tmp_path, f"run-{seed}", config=CONFIG | {"seed": seed} | fields)
     table = load_runs(tmp_path)
     with pytest.raises(NormlabError, match=r"were trained unlike \(init_std 0.04 and default\): keep the runs of one"):
-        choose(table)
+        choose(table[table["seed"] != 1])
     assert len(choose(table[table["seed"] < 2]).runs) == 2
 
 
@@ -63,7 +63,8 @@ def test_a_recipe_says_what_is_streamed_and_each_change_of_the_model(tmp_path):
     model = {"tie_word_embeddings": False, "lam_input": 10.0, "carried": "exact", "calibration": [1, 2.5], "bend": None}
     make_run(tmp_path, config=CONFIG | {"stream": True, "model": model})
     *first, last = load_runs(tmp_path)["recipe"].iloc[0].split(" model.lam_input=")
-    assert first == ["init_std=default gain_lr_ratio=1 stream=true model.bend=null model.calibration=[1,2.5] model.carried=exact"]
+    changed = "model.bend=null model.calibration=[1,2.5] model.carried=exact"
+    assert first == [f"init_std=default gain_lr_ratio=1 stream=true {changed}"]
     assert last == "10 model.tie_word_embeddings=false"
 
 
@@ -188,7 +189,8 @@ def test_experiments_of_a_damaged_run_are_left_out(tmp_path):
 def test_experiments_say_how_long_their_run_was_trained_and_on_which_text(tmp_path):
     rows = pd.DataFrame([("skip", "block", 1, None, 0.5, 0.1)], columns=runs.EXPERIMENT_COLUMNS)
     config = CONFIG | {"steps": 8, "stop_at": 3}
-    for name, known in {"stopped": {"steps": 3, "tokens": 30, "config": config}, "older": {"bigram_loss": None}}.items():
+    stopped = {"steps": 3, "tokens": 30, "config": config}
+    for name, known in {"stopped": stopped, "older": {"bigram_loss": None}}.items():
         store.write_stats(make_run(tmp_path, name, **known) / runs.EXPERIMENTS, rows)
     told = ["steps", "tokens", "unigram_entropy", "bigram_loss", "trigram_loss"]
     table = runs.load_experiments(tmp_path).set_index("run")

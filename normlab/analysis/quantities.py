@@ -61,8 +61,9 @@ def values_of(chosen: Selection, name: str, **where: Any) -> pd.DataFrame:
     step = None if row.measured_after else given.pop("step", None)
     if given:
         raise NormlabError(f"{name} is {row.definition}: leave out {', '.join(given)}")
-    if chosen.depths and chosen.depths[-1] < row.least:
-        raise NothingToShow(f"{name} needs a model of {row.least} blocks or more: these have at most {chosen.depths[-1]}")
+    deepest = max(chosen.depths, default=row.least)
+    if deepest < row.least:
+        raise NothingToShow(f"{name} needs a model of {row.least} blocks or more: these have at most {deepest}")
     return row.of(chosen, step)
 
 

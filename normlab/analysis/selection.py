@@ -123,8 +123,7 @@ def _require_one_recipe(runs: pd.DataFrame) -> None:
     planned = _fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
     lengths = planned[["steps"]].assign(tokens=planned.prod(axis=1, skipna=False))
     known = runs.reindex(columns=["steps", "tokens"]).astype(float)  # fewer where a run was stopped early
-    status = runs["status"] if "status" in runs else FINISHED
-    require_one_length(runs.assign(**known.fillna(lengths), status=status))
+    require_one_length(runs.assign(**known.fillna(lengths), status=runs.get("status", FINISHED)))
 
 
 def depths_of_most(table: pd.DataFrame) -> list[int]:
@@ -555,9 +554,9 @@ def _variants(about: pd.DataFrame) -> str:
     """A sentence on runs that are not averaged: several of a scheme, depth, seed and rate, or seeds trained unlike."""
     place = ["scheme", "depth", "seed", "lr"]
     if not about.duplicated(place).any():
-        whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
-        if not whole.duplicated(["scheme", "depth", "lr"]).any():
+        if not about.duplicated(["scheme", "depth", "lr"]).any():
             return ""
+        whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
         of_seeds = whole.groupby(["scheme", "depth", "lr"])
         least, most = (getattr(of_seeds[["steps", "tokens"]], end)() for end in ("min", "max"))
         for length in ("steps", "tokens"):
@@ -567,7 +566,8 @@ def _variants(about: pd.DataFrame) -> str:
                     f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained for "
                     f"{least.loc[own, length]:,} to {most.loc[own, length]:,} {length}: keep the runs of one length."
                 )
-        for (scheme, depth, rate), recipes in of_seeds["recipe"]:
+        everyone = about.groupby(["scheme", "depth", "lr"])  # with those that diverged
+        for (scheme, depth, rate), recipes in everyone["recipe"]:
             if words := unlike_in_words(recipes):
                 return (
                     f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained unlike ({words}): "
@@ -577,10 +577,10 @@ def _variants(about: pd.DataFrame) -> str:
     places = about.groupby(place, dropna=False)["recipe"]
     scheme, depth, seed, rate = most = places.size().idxmax()
     recipes = places.get_group(most)
+    words = _values_in_words(_differing(recipes)) or "something else"
     return (
-        f"{len(recipes)} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in "
-        f"{_values_in_words(_differing(recipes)) or 'something else'}: keep those of one setting (normlab.load_configs says which), "
-        "or use normlab.compare_variants."
+        f"{len(recipes)} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in {words}: "
+        "keep those of one setting (normlab.load_configs says which), or use normlab.compare_variants."
     )
 
 

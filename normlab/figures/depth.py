@@ -219,7 +219,7 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
         horizontal_spacing=0.08,
         subplot_titles=[
             "Held-out loss<br>nats a token",
-            *(f"{name}<br>{metric_row(metric).axis}" for _, metric, _, name in _PROFILES),
+            *(f"{name}{_lacking(shown, *where)}<br>{metric_row(where[1]).axis}" for *where, name in _PROFILES),
         ],
     )
     figure.update_annotations(font=dict(size=13))
@@ -262,13 +262,23 @@ def _loss_in_words(loss: float, outcome: str) -> str:
     return nats
 
 
-def _profile(shown: Selection, names: list[str], site: str, metric: str, when: str, column: int) -> go.Heatmap:
+def _lacking(shown: Selection, site: str, metric: str, when: str) -> str:
+    """What a panel's title says of a profile that no run has."""
+    return "" if len(_profile_rows(shown, site, metric, when)) else ": not measured"
+
+
+def _profile_rows(shown: Selection, site: str, metric: str, when: str) -> pd.DataFrame:
+    """The values of a metric by layer: before training ("first"), or at each scheme's last step."""
     rows = shown.rows(site, metric, "all")
     rows = rows[rows["value"].gt(0) & np.isfinite(rows["value"].astype(float)) & rows["layer"].notna()]
-    if when == "last":  # what a run measured before it diverged is not of the end of training
-        rows = rows[rows["status"] != DIVERGED]
-    steps = rows.groupby("scheme", observed=True)["step"]
-    rows = rows[rows["step"] == steps.transform("min" if when == "first" else "max")]
+    if when == "first":
+        return rows[rows["step"] == 0]
+    rows = rows[rows["status"] != DIVERGED]  # what a run measured before it diverged is not of the end of training
+    return rows[rows["step"] == rows.groupby("scheme", observed=True)["step"].transform("max")]
+
+
+def _profile(shown: Selection, names: list[str], site: str, metric: str, when: str, column: int) -> go.Heatmap:
+    rows = _profile_rows(shown, site, metric, when)
     positions = np.linspace(0, 1, _COLUMNS)
     values = np.full((len(names), _COLUMNS), np.nan)
     for number, name in enumerate(names):

@@ -2,9 +2,8 @@
 
 import pandas as pd
 import pytest
-from figures_helpers import UNIGRAM
+from figures_helpers import UNIGRAM, text_of
 from figures_helpers import table as runs_table
-from figures_helpers import text_of
 from training_helpers import make_run
 
 from normlab.analysis import outcomes
