@@ -62,6 +62,9 @@ RECIPE = (
     "steps", "batch_size", "block_length", "heads", "kv_heads", "intermediate", "init_std", "weight_decay", "warmup",
     "min_lr_ratio", "gain_lr_ratio", "clip", "beta1", "beta2", "outlier_channels", "outlier_size", "stream",
 )  # fmt: skip
+# How many held-out blocks a model was measured on, each with the field without which it was not. Gradients of a batch
+# and largest magnitudes are of all of them together.
+MEASURED_ON = {"probe_blocks": "probe_every", "experiment_blocks": "experiment_blocks"}
 # Fields of a configuration that manifests of earlier versions lack, and what those runs had.
 LATER_FIELDS: dict[str, Any] = {
     "init_std": None, "gain_lr_ratio": 1.0, "stop_at": None, "stream": False, "held_out": "all", "experiment_blocks": 0,
@@ -189,7 +192,17 @@ class Run:
     def experiments(self) -> pd.DataFrame | None:
         """The rows of this run in `load_experiments`; None if there were no experiments."""
         table = self._read(EXPERIMENTS)
-        return None if table is None else _with_keys([self], [table])
+        return None if table is None else _with_keys([self], [table]).assign(**self._training())
+
+    def _training(self) -> dict[str, float]:
+        """How long the model was trained, and what counting achieves on its text; NaN for what the run does not know.
+
+        A run that was stopped early has fewer steps than its recipe.
+        """
+        known = {name: self.manifest.get(name) for name in ("steps", "tokens")}
+        known["unigram_entropy"] = self.manifest["corpus"]["unigram_entropy"]
+        known |= {name: self.manifest[name] for name in COUNT_LOSSES}
+        return {name: float("nan") if value is None else float(value) for name, value in known.items()}
 
     def _read(self, file: str) -> pd.DataFrame | None:
         """A table of the run; None if it has none of that name."""
@@ -208,8 +221,10 @@ class Run:
         return pack.table(self.path.name, name) if pack is not None and self.path.name in pack.names else None
 
     def _keys(self) -> dict[str, Any]:
-        config = {"dtype": LATER_FIELDS["dtype"]} | self.manifest["config"]
+        config = LATER_FIELDS | self.manifest["config"]
         recipe = {name: _short(config[name]) for name in RECIPE if name in config}
+        measured = (name for name, needed in MEASURED_ON.items() if config.get(name) and config.get(needed))
+        recipe |= {name: _short(config[name]) for name in measured}
         recipe |= {MODEL + name: _short(value, none="null") for name, value in sorted(config.get("model", {}).items())}
         config["recipe"] = " ".join(f"{name}={text}" for name, text in recipe.items())
         keys = {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
@@ -466,8 +481,9 @@ def load_runs(path: str | Path | Iterable[str | Path], *, variants: bool = True)
 
     - lr: to six digits, so that rates that differ by a rounding are one.
     - dtype: of matrix products in training steps.
-    - recipe: how a model of that shape was trained, "steps=6000 batch_size=8 ...". Fields that change the model come
-      last, as "model.lam_input=10". The corpus is not part of it.
+    - recipe: how a model of that shape was trained, "steps=6000 batch_size=8 ...". Then on how many held-out blocks it
+      was measured, "probe_blocks=16 experiment_blocks=32". Fields that change the model come last, as
+      "model.lam_input=10". The corpus is not part of it.
     - step: optimizer steps done; 0 is before training.
     - tokens: trained so far.
     - split: "train", "eval" or "probe".
@@ -522,11 +538,12 @@ def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """Experiments on the trained models of all runs at or below `path` (or several paths), one value per row.
 
     Columns: run scheme depth width seed lr status dtype recipe | metric part layer other value standard_error,
-    explained in `normlab.training.experiments`. A run that cannot be read is named in a warning and left out.
-    NormlabError: no run has experiments.
+    explained in `normlab.training.experiments` | steps tokens unigram_entropy bigram_loss trigram_loss: how long the
+    model was trained, and the losses of models that count on its text. A run that cannot be read is named in a warning
+    and left out. NormlabError: no run has experiments.
     """
     by_run = _each(path, lambda run: (run, run._read(EXPERIMENTS)))
-    measured = [(run, table) for run, table in by_run.values() if table is not None]
+    measured = [(run, table.assign(**run._training())) for run, table in by_run.values() if table is not None]
     if not measured:
         places = ", ".join(sorted({str(directory.parent) for directory in by_run}))
         raise NormlabError(f"no run in {places} was measured so; train with experiment_blocks")

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from training_helpers import CONFIG, make_run
 
-from normlab import NormlabError, load_runs, runs, store
+from normlab import NormlabError, choose, load_runs, runs, store
 from normlab.training.config import TrainConfig
 
 
@@ -34,14 +34,37 @@ def test_runs_of_one_recipe_have_one_text(tmp_path):
     for name, fields in {"a": {"clip": 5, "init_std": None}, "b": {"clip": 5.0, "init_std": None}, "c": {}}.items():
         make_run(tmp_path, name, config=CONFIG | {"probe_every": len(fields), "warmup": 0.1} | fields)
     recipes = load_runs(tmp_path).groupby("run")["recipe"].unique().map(list)
-    assert recipes.tolist() == [["init_std=default warmup=0.1 clip=5"]] * 2 + [["warmup=0.1"]]
+    later = "gain_lr_ratio=1"
+    assert recipes.tolist() == [
+        *[[f"init_std=default warmup=0.1 {later} clip=5 stream=false"]] * 2,
+        [f"init_std=default warmup=0.1 {later} stream=false"],
+    ]
+
+
+def test_a_run_of_before_a_field_was_added_is_told_from_one_that_sets_it_otherwise(tmp_path):
+    for seed, fields in enumerate(({}, {"init_std": None, "gain_lr_ratio": 1.0}, {"init_std": 0.04})):
+        make_run(tmp_path, f"run-{seed}", config=CONFIG | {"seed": seed} | fields)
+    table = load_runs(tmp_path)
+    with pytest.raises(NormlabError, match=r"were trained unlike \(init_std 0.04 and default\): keep the runs of one"):
+        choose(table[table["seed"] != 1])
+    assert len(choose(table[table["seed"] < 2]).runs) == 2
+
+
+def test_a_recipe_says_on_how_many_blocks_a_run_was_measured_if_it_was(tmp_path):
+    blocks = {"probe_blocks": 16, "experiment_blocks": 8, "probe_every": 10}
+    make_run(tmp_path, "both", config=CONFIG | blocks | {"model": {"gamma0": 2.0}})
+    make_run(tmp_path, "none", config=CONFIG | blocks | {"probe_every": 0, "experiment_blocks": 0})
+    recipes = load_runs(tmp_path).groupby("run")["recipe"].first()
+    assert recipes["both"].endswith(" probe_blocks=16 experiment_blocks=8 model.gamma0=2")
+    assert "blocks" not in recipes["none"]
 
 
 def test_a_recipe_says_what_is_streamed_and_each_change_of_the_model(tmp_path):
     model = {"tie_word_embeddings": False, "lam_input": 10.0, "carried": "exact", "calibration": [1, 2.5], "bend": None}
     make_run(tmp_path, config=CONFIG | {"stream": True, "model": model})
     *first, last = load_runs(tmp_path)["recipe"].iloc[0].split(" model.lam_input=")
-    assert first == ["stream=true model.bend=null model.calibration=[1,2.5] model.carried=exact"]
+    changed = "model.bend=null model.calibration=[1,2.5] model.carried=exact"
+    assert first == [f"init_std=default gain_lr_ratio=1 stream=true {changed}"]
     assert last == "10 model.tie_word_embeddings=false"
 
 
@@ -161,6 +184,20 @@ def test_experiments_of_a_damaged_run_are_left_out(tmp_path):
     (make_run(tmp_path, "bad") / runs.EXPERIMENTS).write_bytes(b"PAR1")
     with pytest.warns(UserWarning, match="left out: .*experiments.parquet cannot be read"):
         assert set(runs.load_experiments(tmp_path).run) == {"good"}
+
+
+def test_experiments_say_how_long_their_run_was_trained_and_on_which_text(tmp_path):
+    rows = pd.DataFrame([("skip", "block", 1, None, 0.5, 0.1)], columns=runs.EXPERIMENT_COLUMNS)
+    config = CONFIG | {"steps": 8, "stop_at": 3}
+    stopped = {"steps": 3, "tokens": 30, "config": config}
+    for name, known in {"stopped": stopped, "older": {"bigram_loss": None}}.items():
+        store.write_stats(make_run(tmp_path, name, **known) / runs.EXPERIMENTS, rows)
+    told = ["steps", "tokens", "unigram_entropy", "bigram_loss", "trigram_loss"]
+    table = runs.load_experiments(tmp_path).set_index("run")
+    assert list(table.columns[-5:]) == told and set(table[told].dtypes.astype(str)) == {"float64"}
+    assert table.loc["stopped", told].tolist() == [3, 30, 6.5, 4.5, 4.0]
+    assert table.loc["older", told].isna().tolist() == [True, True, False, True, False]
+    assert runs.read_run(tmp_path / "stopped").experiments().columns.tolist() == ["run", *table.columns]
 
 
 def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path):

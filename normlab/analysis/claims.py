@@ -21,10 +21,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.compare import compare
+from normlab.analysis.compare import WHERE, chosen_pair, pair_rows
 from normlab.analysis.quantities import DEEP, SIZE, last_values, quantity_row, values_of
 from normlab.analysis.selection import (
     DIVERGED,
+    LEFT_OUT,
     Selection,
     choose,
     deepest,
@@ -35,11 +36,13 @@ from normlab.analysis.selection import (
     of_one_setting,
     recipes_in_words,
     require_one_length,
+    seeds_in_words,
     title_of,
 )
 from normlab.analysis.verdicts import (
     DIFFERENT,
     EQUIVALENT,
+    SEEDS,
     UNDECIDED,
     bracketed,
     differences,
@@ -51,8 +54,8 @@ from normlab.analysis.verdicts import (
 from normlab.errors import NormlabError
 
 MOMENTS = (("before training", 0), ("after training", None))
-HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
-AS_SAID, NOT_AS_SAID = "as claimed, one seed", "not as claimed, one seed"
+HOLDS, FAILS, NOT_RUN, LEFT = "holds", "does not hold", "not run", "left out"
+AS_SAID, NOT_AS_SAID = "as claimed", "not as claimed"  # by fewer seeds than a claim needs
 
 
 def learned(runs: pd.DataFrame) -> pd.DataFrame:
@@ -78,8 +81,8 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
     """Held-out loss after training in nats per token, means over seeds, as text.
 
     One row per scheme, one column per depth. Brackets hold remarks on the runs (`Selection.remark`: not learned,
-    diverged ...). The last row is the trigram model's loss, where runs store it. Runs of unequal length are not shown
-    together.
+    diverged, without a held-out loss ...). The last row is the trigram model's loss, where runs store it. Runs of
+    unequal length are not shown together.
     """
     chosen = choose(runs, depth=None)
     require_one_length(chosen.runs, across=True)
@@ -88,7 +91,7 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
     table = pd.DataFrame("", index=chosen.schemes, columns=chosen.depths)
     for scheme in chosen.schemes:
         for depth in chosen.depths:
-            parts = [f"{mean[scheme, depth]:.3f}"] if (scheme, depth) in mean.index else []
+            parts = [f"{mean[scheme, depth]:.3f}"] if np.isfinite(mean.get((scheme, depth), math.nan)) else []
             remark = chosen.remark(scheme, depth)
             table.loc[scheme, depth] = " ".join(parts + ([f"({remark})"] if remark else []))
     table = table.rename(index=title_of)
@@ -115,7 +118,7 @@ def extremes(runs: pd.DataFrame) -> pd.DataFrame:
         for depth, own in np.exp(sizes.dropna()).groupby(level="depth"):
             if len(own) < 2:
                 continue
-            high, low = own.idxmax()[1], own.idxmin()[1]
+            high, low = own.idxmax()[1], own.drop(own.idxmax()).idxmin()[1]  # two schemes, also where all are alike
             found.append(
                 {"depth": int(depth), "learning_rate": _rates(chosen, int(depth)), "when": when}
                 | {"largest": f"{title_of(high)} {own.max():.3g}", "smallest": f"{title_of(low)} {own.min():.3g}"}
@@ -245,8 +248,8 @@ def depth_use(
         trained unlike.
 
     Raises:
-        NormlabError: no run of that depth has this measurement. Or the runs have several widths or lengths, or the
-            seeds of a scheme were trained unlike.
+        NormlabError: no run of that depth has this measurement. Or the runs have several widths, lengths or texts, or
+            the seeds of a scheme several learning rates or recipes.
     """
     rows = experiments_of(experiments, "skip_delta_loss", part)
     if rows.empty:
@@ -300,13 +303,16 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
     Returns:
         One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
         rates of `a` and `b`. `ours` is the difference, or the ratio of sizes, with its 95% interval. `says` is "holds",
-        "does not hold", "undecided", "not run", "as claimed, one seed" and its opposite, or why nothing can be said.
-        A scheme that has the depth at another width alone is "not run at width ...", that of most runs.
+        "does not hold", "undecided", "not run", or why nothing can be said. Of fewer seeds than four it is "as claimed,
+        one seed", "as claimed, 2 of 4 seeds", or the opposite. A scheme that has the depth at another width alone is
+        "not run at width ...", that of most runs. One that `fully_tried` left out is "left out", with the reason.
+        `attrs["about"]` says in what the compared schemes were trained unlike.
     """
     depth = deepest(runs) if depth is None else depth
     width = int(runs.drop_duplicates("run")["width"].mode().iloc[0])  # as `choose` takes it
     found = [_measured(runs, claim, depth, width) for claim in asked]
-    table = judged(pd.concat(found, ignore_index=True))
+    table = judged(pd.concat([rows for rows, _ in found], ignore_index=True))
+    compared = [about for _, about in found if len(about)]
     rows = {
         claim.says: {
             "rates": row.rates,
@@ -316,65 +322,80 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
         }
         for claim, row in zip(asked, table.itertuples(), strict=True)
     }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(f"at {depth} blocks")
+    said = pd.DataFrame.from_dict(rows, orient="index").rename_axis(f"at {depth} blocks")
+    said.attrs["about"] = recipes_in_words(pd.concat(compared)) if compared else ""
+    return said
 
 
 def sentence(table: pd.DataFrame) -> str:
     """`tested` in words: its first row that was run, and how many claims hold, or are as said by a single seed."""
-    ran = table[~table["says"].str.startswith(NOT_RUN)]
+    few = table["says"].str.startswith((AS_SAID, NOT_AS_SAID))
+    ran = table[~table["says"].str.startswith((NOT_RUN, LEFT))]
     first = (table if ran.empty else ran).iloc[0]
     at = table.index.name
     of = f" ({first['ours']} {at}, rate {first['rates']})" if first["ours"] else f", {at}"
-    holds, fails, so, not_so = (int(table["says"].eq(word).sum()) for word in (HOLDS, FAILS, AS_SAID, NOT_AS_SAID))
+    holds, fails = (int(table["says"].eq(word).sum()) for word in (HOLDS, FAILS))
+    so, not_so = (int(table["says"].str.startswith(word).sum()) for word in (AS_SAID, NOT_AS_SAID))
     if so + not_so and not holds + fails:
-        counts = f"{so} {'is' if so == 1 else 'are'} as claimed and {not_so} not, by one seed"
+        seeds = table.loc[few, "seeds"]
+        by = "one seed" if seeds.max() == 1 else f"{seeds_in_words(seeds)} of the {SEEDS} that a claim needs"
+        counts = f"{so} {'is' if so == 1 else 'are'} as claimed and {not_so} not, by {by}"
         rest = len(table) - so - not_so
     else:
         counts = f"{holds} hold{'s' * (holds == 1)} and {fails} do{'es' * (fails == 1)} not"
         rest = len(table) - holds - fails
     undecided = f"; {rest} cannot be decided here" if rest else ""
-    return f"“{first.name}”: {first['says']}{of}. Of {len(table)} claims {counts}{undecided}."
+    about = table.attrs.get("about", "")
+    unlike = f" {about[0].upper()}{about[1:]}." if about else ""
+    return f"“{first.name}”: {first['says']}{of}. Of {len(table)} claims {counts}{undecided}.{unlike}"
 
 
-def _measured(runs: pd.DataFrame, claim: Claim, depth: int, width: int) -> pd.DataFrame:
-    """One row of `compare` or `means` for a claim, with `rates`, and `why` there are no numbers."""
+def _measured(runs: pd.DataFrame, claim: Claim, depth: int, width: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """One row of `compare` or `means` for a claim, with `rates`, and `why` there are no numbers; and the runs."""
     nothing = {"metric": claim.quantity, "kind": quantity_row(claim.quantity).compared, "seeds": 0, "rates": ""}
     nothing |= dict.fromkeys(("estimate", "low", "high", "p"), math.nan)
     schemes, here = {claim.a, claim.b or claim.a}, runs[runs["depth"] == depth]
-    if not schemes <= set(here["scheme"]):
-        return pd.DataFrame([nothing | {"why": NOT_RUN}])
+    if missing := schemes - set(here["scheme"]):
+        left = [runs.attrs.get(LEFT_OUT, {}).get(name, {}).get(depth) for name in in_order(missing)]
+        return pd.DataFrame([nothing | {"why": next(filter(None, left), NOT_RUN)}]), pd.DataFrame()
     if not schemes <= set(here.loc[here["width"] == width, "scheme"]):
-        return pd.DataFrame([nothing | {"why": f"{NOT_RUN} at width {width}"}])
+        return pd.DataFrame([nothing | {"why": f"{NOT_RUN} at width {width}"}]), pd.DataFrame()
     try:
         if claim.b is None:
-            values = values_of(choose(runs, depth, width, same_rate=True), claim.quantity)
+            own = choose(runs, depth, width, same_rate=True)
+            values = values_of(own, claim.quantity)
             rows = means(values, claim.quantity).query("a == @claim.a")
             rates = values.loc[values["scheme"] == claim.a, "lr"].unique()
         else:
-            rows = compare(runs, claim.a, claim.b, claim.quantity, depth=depth, width=width)
+            own = chosen_pair(runs, claim.a, claim.b, claim.quantity, depth, width, WHERE)
+            rows = pair_rows(values_of(own, claim.quantity), claim.a, claim.b, claim.quantity)
             rates = rows[["lr_a", "lr_b"]].to_numpy(float).ravel()
     except NormlabError as error:
-        return pd.DataFrame([nothing | {"why": str(error)}])
+        return pd.DataFrame([nothing | {"why": str(error)}]), pd.DataFrame()
+    about = own.runs[own.runs["scheme"].isin([claim.a, claim.b])]
     said = " and ".join(f"{rate:g}" for rate in dict.fromkeys(rates) if math.isfinite(rate))
-    why = "" if np.isfinite(rows["estimate"]).all() else _without_number(here, claim)
-    return rows.assign(rates=said, why=why)
+    why = "" if np.isfinite(rows["estimate"]).all() else _without_number(about, claim)
+    return rows.assign(rates=said, why=why), about
 
 
-def _without_number(runs: pd.DataFrame, claim: Claim) -> str:
-    """Why the runs of one depth have no number for a claim."""
-    own = runs[runs["scheme"].isin([claim.a, claim.b])]
-    if own["status"].eq(DIVERGED).any():
-        return "a run diverged"
-    seeds = own.groupby("scheme", observed=True)["seed"].unique()
-    return "not measured" if set.intersection(*map(set, seeds)) else "no seed in common"
+def _without_number(about: pd.DataFrame, claim: Claim) -> str:
+    """Why the runs that were compared have no number for a claim."""
+    every, whole = (
+        set.intersection(*(set(runs.loc[runs["scheme"] == name, "seed"]) for name in {claim.a, claim.b or claim.a}))
+        for runs in (about, about[about["status"] != DIVERGED])
+    )
+    return "not measured" if whole else "a run diverged" if every else "no seed in common"
 
 
 def _outcome(row: Any, direction: str) -> str:
     """What a row of `judged` says of a claim with this direction."""
     none = 1 if row.kind == "ratio" else 0
-    as_said = direction == ("below" if row.estimate < none else "above")
-    if math.isnan(row.low):
-        return "one seed: no interval" if direction == "alike" else AS_SAID if as_said else NOT_AS_SAID
+    as_said = row.estimate < none if direction == "below" else row.estimate > none
+    if row.seeds < SEEDS:
+        seeds = "one seed" if row.seeds == 1 else f"{row.seeds} of {SEEDS} seeds"
+        if direction == "alike":
+            return f"{seeds}: no interval" if row.seeds == 1 else f"{UNDECIDED}, {seeds}"
+        return f"{AS_SAID if as_said else NOT_AS_SAID}, {seeds}"
     if row.verdict == UNDECIDED:
         return UNDECIDED
     if direction == "alike":

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +24,9 @@ from normlab.analysis.verdicts import (
     require_level,
 )
 from normlab.errors import NormlabError
+from normlab.probes.metrics import NGRAM_LOSSES
+
+WHERE: dict[str, Any] = {"site": None, "layer": None, "mask": "all", "split": None, "step": None}  # of `compare`
 
 
 def compare(
@@ -72,8 +76,8 @@ def compare(
     """
     require_level(level)
     where: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
-    own = _look(runs, a, b, metric, depth, width, where)
-    found = judged(_rows(values_of(own, metric, **where), a, b, metric, level), level)
+    own = chosen_pair(runs, a, b, metric, depth, width, where)
+    found = judged(pair_rows(values_of(own, metric, **where), a, b, metric, level), level)
     found.attrs["about"] = own.describe()
     return found
 
@@ -99,7 +103,7 @@ def compare_variants(
 
     Returns:
         One row per group in which both schemes were run: the columns `by`, then those of `compare`. A column of both
-        is not repeated.
+        is not repeated. A list is its text, "[1, 2]".
 
     Raises:
         NormlabError: a field that no run has, no group with both schemes, or a level outside (0, 1).
@@ -108,13 +112,15 @@ def compare_variants(
         raise NormlabError(f"no run sets {', '.join(unknown)}; fields are {', '.join(map(str, configs.columns))}")
     choice = {name: where.pop(name, None) for name in ("depth", "width")}
     level = require_level(where.pop("level", LEVEL))
-    where = {"site": None, "layer": None, "mask": "all", "split": None, "step": None} | where
+    where = WHERE | where
     found = []
+    lists = [name for name in by if configs[name].map(type).isin([list, dict]).any()]  # groups need a key
+    configs = configs.assign(**{name: configs[name].map(_as_text) for name in lists})
     for fields, group in configs.groupby(list(by), dropna=False):
         if not {a, b} <= set(group["scheme"]):
             continue
-        own = _look(runs[runs["run"].isin(group.index)], a, b, metric, **choice, where=where)
-        rows = _rows(values_of(own, metric, **where), a, b, metric, level)
+        own = chosen_pair(runs[runs["run"].isin(group.index)], a, b, metric, **choice, where=where)
+        rows = pair_rows(values_of(own, metric, **where), a, b, metric, level)
         place = pd.DataFrame([fields] * len(rows), columns=list(by)).drop(columns=rows.columns, errors="ignore")
         found.append(pd.concat([place, rows], axis=1))
     if not found:
@@ -122,7 +128,11 @@ def compare_variants(
     return judged(pd.concat(found, ignore_index=True), level)
 
 
-def _look(
+def _as_text(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def chosen_pair(
     runs: pd.DataFrame,
     a: str,
     b: str,
@@ -131,7 +141,7 @@ def _look(
     width: int | None,
     where: Mapping[str, Any],
 ) -> Selection:
-    """The runs of a and b, as figures show them among all schemes."""
+    """The runs of a and b that `compare` compares: as figures show them among all schemes."""
     site = where["site"] or quantity_row(metric).default_site
     everyone = _select(runs, (a, b), depth, width, same_rate=site != "model")
     about = everyone.runs[everyone.runs["scheme"].isin([a, b])]
@@ -150,7 +160,7 @@ def _look(
     return own
 
 
-def _rows(values: pd.DataFrame, a: str, b: str, metric: str, level: float) -> pd.DataFrame:
+def pair_rows(values: pd.DataFrame, a: str, b: str, metric: str, level: float = LEVEL) -> pd.DataFrame:
     """Differences, with the learning rates and precisions of both sides."""
     rows = differences(values, a, b, metric, level)
     sides = [(side, values[values["scheme"] == name].groupby("depth")) for side, name in (("a", a), ("b", b))]
@@ -226,6 +236,13 @@ def _require_same_text(about: pd.DataFrame, a: str, b: str) -> None:
                 f"at depth {depth}, seed {seed}, {a} and {b} were measured on other held-out text (losses of a bigram "
                 f"model {bigrams[a]:.3f} and {bigrams[b]:.3f}): their losses do not compare"
             )
+    for depth, group in about.groupby("depth"):  # each seed of one text, and several texts among them
+        for column in NGRAM_LOSSES[:2]:
+            if len(texts := group[column].dropna().round(6).unique()) > 1:
+                raise NormlabError(
+                    f"at depth {depth}, seeds of {a} and {b} were measured on {len(texts)} texts or in other tokens "
+                    f"({column} {', '.join(f'{value:.3f}' for value in sorted(texts))}): keep those of one"
+                )
 
 
 def report(found: pd.DataFrame, level: float | None = None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.selection import DIVERGED, Selection, experiments_of, require_one_length
+from normlab.analysis.selection import DIVERGED, NothingToShow, Selection, experiments_of, require_one_length
 from normlab.errors import NormlabError
 from normlab.probes.metrics import Metric, metric_row
 from normlab.runs import SOURCE, load_experiments
@@ -30,10 +30,12 @@ class Quantity(Metric):
     Args:
         of: the runs, and optimizer steps done (None: the last), to a table of `last_values`.
         measured_after: it is of experiments, which are made after training only.
+        least: the fewest blocks of a model that has it.
     """
 
     of: Values = field(default=lambda chosen, step: pd.DataFrame(), repr=False)
     measured_after: bool = False
+    least: int = 1
 
 
 def quantity_row(name: str) -> Metric:
@@ -49,7 +51,8 @@ def values_of(chosen: Selection, name: str, **where: Any) -> pd.DataFrame:
 
     Raises:
         NormlabError: a quantity has its own places and blocks, so no site, layer, mask or split can be chosen. One that
-            is measured after training has no other step, and needs the runs' experiments.
+            is measured after training has no other step, and needs the runs' experiments. Or all models are too shallow
+            to have it.
     """
     row = QUANTITIES.get(name)
     if row is None:
@@ -58,6 +61,9 @@ def values_of(chosen: Selection, name: str, **where: Any) -> pd.DataFrame:
     step = None if row.measured_after else given.pop("step", None)
     if given:
         raise NormlabError(f"{name} is {row.definition}: leave out {', '.join(given)}")
+    deepest = max(chosen.depths, default=row.least)
+    if deepest < row.least:
+        raise NothingToShow(f"{name} needs a model of {row.least} blocks or more: these have at most {deepest}")
     return row.of(chosen, step)
 
 
@@ -149,17 +155,18 @@ QUANTITIES = {
         Quantity("growth", "the L2 norm of a token after the last block over that after block 1",
                  "growth of the stream", "last block over block 1", "log", "ratio", of=_growth_from(1)),
         Quantity("growth_2", "the L2 norm of a token after the last block over that after block 2",
-                 "growth of the stream", "last block over block 2", "log", "ratio", of=_growth_from(2)),
+                 "growth of the stream", "last block over block 2", "log", "ratio", of=_growth_from(2), least=2),
         Quantity("deep_cost", "the mean loss added by leaving out one block of the second half, without the last",
-                 "cost of a deep block", "nats per token", measured_after=True,
+                 "cost of a deep block", "nats per token", measured_after=True, least=3,
                  of=_skip_cost(lambda layer, depth: (layer > depth * DEEP) & (layer < depth))),
         Quantity("early_cost", "the mean loss added by leaving out one block of the first half, without the first",
-                 "cost of an early block", "nats per token", measured_after=True,
+                 "cost of an early block", "nats per token", measured_after=True, least=4,
                  of=_skip_cost(lambda layer, depth: (layer > 1) & (layer <= depth * DEEP))),
         Quantity("deep_span_cost", "the loss added by leaving out a quarter of the blocks at once, from the first of "
                  "the second half on", "cost of a quarter of the blocks, deep ones", "nats per token",
-                 measured_after=True, of=_skip_cost(lambda layer, depth: layer == depth * DEEP // 1 + 1, "span")),
+                 measured_after=True, least=8,
+                 of=_skip_cost(lambda layer, depth: layer == depth * DEEP // 1 + 1, "span")),
         Quantity("uniform_attentions", "the number of blocks after the first whose attention is uniform: its entropy "
-                 "is above 98% of the largest", "uniform attentions", "blocks", of=_uniform_attentions),
+                 "is above 98% of the largest", "uniform attentions", "blocks", of=_uniform_attentions, least=2),
     )
 }  # fmt: skip

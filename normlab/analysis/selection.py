@@ -20,11 +20,20 @@ import pandas as pd
 
 from normlab.errors import NormlabError
 from normlab.probes.metrics import NGRAM_LOSSES, metric_row
-from normlab.runs import COLUMNS, DIVERGED, FINISHED, MODEL, NOT_LEARNED, rounded_rate  # noqa: F401  (for figures)
+from normlab.runs import (  # noqa: F401  (for figures)
+    COLUMNS,
+    DIVERGED,
+    FINISHED,
+    MEASURED_ON,
+    MODEL,
+    NOT_LEARNED,
+    rounded_rate,
+)
 from normlab.schemes import SCHEMES
 
 NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype", "recipe"))
 MANY = 8  # schemes that a reader can tell apart
+LEFT_OUT = "normlab.left_out"  # in the attrs of the table of `fully_tried`: why a scheme is not there, by depth
 NEEDED_OF_EXPERIMENTS = ("scheme", "depth", "seed", "metric", "part", "layer", "value")
 
 
@@ -73,7 +82,7 @@ def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
 
     Raises:
         NothingToShow: runs differ in learning rate or something else, so that a mean over them is not one over seeds.
-            Or runs of one depth have several widths or lengths, where the rows have their width and recipe.
+            Or runs of one depth have several widths, lengths or texts, where the rows say these.
     """
     twice = rows[rows.duplicated(["scheme", "depth", "seed", *rows.columns.intersection(["layer", "other"])])]
     if len(twice):
@@ -84,9 +93,24 @@ def of_one_setting(rows: pd.DataFrame) -> pd.DataFrame:
         )
     if "width" in rows and rows.groupby("depth")["width"].nunique().gt(1).any():
         raise NothingToShow(f"The runs have widths {_listed(sorted(rows['width'].unique()))}: keep those of one.")
+    runs = rows.drop_duplicates(["scheme", "depth", "seed"])
+    if "lr" in rows:
+        _require_one_rate(runs)
     if "recipe" in rows:
-        _require_one_recipe(rows.drop_duplicates(["scheme", "depth", "seed"]))
+        _require_one_recipe(runs)
+    if set(NGRAM_LOSSES) <= set(rows):
+        require_one_text(runs)
     return rows
+
+
+def _require_one_rate(runs: pd.DataFrame) -> None:
+    """Refuse seeds of one scheme that were trained at several learning rates."""
+    for (scheme, depth), rates in runs.groupby(["scheme", "depth"], observed=True)["lr"]:
+        if rates.nunique() > 1:
+            raise NothingToShow(
+                f"Seeds of {scheme} at depth {depth} were trained at learning rates "
+                f"{' and '.join(f'{rate:g}' for rate in sorted(rates.unique()))}: keep those of one."
+            )
 
 
 def _require_one_recipe(runs: pd.DataFrame) -> None:
@@ -96,9 +120,10 @@ def _require_one_recipe(runs: pd.DataFrame) -> None:
             raise NothingToShow(
                 f"Seeds of {scheme} at depth {depth} were trained unlike ({words}): keep the runs of one recipe."
             )
-    lengths = _fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
-    tokens = lengths.prod(axis=1, skipna=False)
-    require_one_length(runs.assign(steps=lengths["steps"], tokens=tokens, status=FINISHED))
+    planned = _fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
+    lengths = planned[["steps"]].assign(tokens=planned.prod(axis=1, skipna=False))
+    known = runs.reindex(columns=["steps", "tokens"]).astype(float)  # fewer where a run was stopped early
+    require_one_length(runs.assign(**known.fillna(lengths), status=runs.get("status", FINISHED)))
 
 
 def depths_of_most(table: pd.DataFrame) -> list[int]:
@@ -186,11 +211,25 @@ def fully_tried(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs of schemes that were tried at as many learning rates as the first scheme of their depth, or at more.
 
     In a sweep that is not done, the others' best rate may be still to come, and they narrow the rates that all share.
+    The table's `attrs` say which are left out, and why.
     """
     about = runs[["run", "depth", "scheme", "lr"]].drop_duplicates().set_index(["depth", "scheme"])
     rates = about.groupby(level=["depth", "scheme"])["lr"].nunique().unstack("scheme")
-    enough = rates.ge(rates[in_order(rates.columns)].bfill(axis=1).iloc[:, 0], axis=0).stack()
-    return runs[runs["run"].isin(about.loc[about.index.isin(enough.index[enough]), "run"])]
+    ordered = rates[in_order(rates.columns)]
+    asked = ordered.bfill(axis=1).iloc[:, 0]
+    enough = rates.ge(asked, axis=0).stack()
+    kept = runs[runs["run"].isin(about.loc[about.index.isin(enough.index[enough]), "run"])]
+    fewer = ordered.lt(asked, axis=0).stack()
+    left: dict[str, dict[int, str]] = {}
+    for depth, scheme in fewer.index[fewer]:
+        count, first = int(rates.loc[depth, scheme]), title_of(ordered.loc[depth].first_valid_index())
+        left.setdefault(str(scheme), {})[int(depth)] = (
+            f"left out: {title_of(scheme)} was tried at {count} learning rate{'s' if count > 1 else ''}, {first} at "
+            f"{asked[depth]:.0f}"
+        )
+    if left:
+        kept.attrs = runs.attrs | {LEFT_OUT: left}
+    return kept
 
 
 def mean_of(values: pd.Series, metric: str) -> float:
@@ -238,10 +277,15 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def unlike(recipes: pd.Series) -> pd.DataFrame:
-    """The fields in which recipes of `normlab.load_runs` differ, one column each.
+    """The fields in which models of these recipes of `normlab.load_runs` were trained unlike, one column each.
 
     What one lacks is not compared, but for a model field, which is at its default there.
     """
+    return _differing(recipes).drop(columns=list(MEASURED_ON), errors="ignore")
+
+
+def _differing(recipes: pd.Series) -> pd.DataFrame:
+    """`unlike`, with the fields that say on how many held-out blocks models were measured."""
     fields = _fields(recipes)
     return fields.loc[:, fields.nunique() > 1]
 
@@ -255,11 +299,17 @@ def _fields(recipes: pd.Series) -> pd.DataFrame:
 
 def unlike_in_words(recipes: pd.Series) -> str:
     """The same as text: "warmup 0.1 and 0.3, clip 1 and 5"; empty if they are alike."""
-    return ", ".join(f"{name} {' and '.join(sorted(own.dropna().unique()))}" for name, own in unlike(recipes).items())
+    return _values_in_words(unlike(recipes))
+
+
+def _values_in_words(fields: pd.DataFrame) -> str:
+    return ", ".join(f"{name} {' and '.join(sorted(own.dropna().unique()))}" for name, own in fields.items())
 
 
 def recipes_in_words(runs: pd.DataFrame) -> str:
     """What runs differ in beside their rate: the schemes of a depth whose value fewer runs have, or each depth's value.
+
+    Numbers of held-out blocks come last, "measured unlike: probe_blocks 16 and 8 (LNS)".
 
     Args:
         runs: columns `scheme depth seed recipe`, one row per run or several. Nothing is said without recipes.
@@ -267,20 +317,23 @@ def recipes_in_words(runs: pd.DataFrame) -> str:
     if "recipe" not in runs:
         return ""
     runs = runs.drop_duplicates(["scheme", "depth", "seed", "recipe"])
-    said: dict[str, None] = {}
+    said: dict[str, str] = {}
     for _, own in runs.groupby("depth"):
-        for name, values in unlike(own["recipe"]).items():
+        for name, values in _differing(own["recipe"]).items():
             counts = values.value_counts().sort_index().sort_values(ascending=False, kind="stable")
             most, *others = counts.index
             titles = [list(map(title_of, in_order(own["scheme"][values == other]))) for other in others]
             between = separator(title for own_titles in titles for title in own_titles)
             named = [f"{other} ({between.join(own_titles)})" for other, own_titles in zip(others, titles, strict=True)]
-            said[f"{name} {' and '.join([most, *named])}"] = None
-    for name, values in unlike(runs["recipe"]).items():
+            said[f"{name} {' and '.join([most, *named])}"] = name
+    for name, values in _differing(runs["recipe"]).items():
         usual = values.groupby(runs["depth"]).agg(lambda own: own.mode().get(0)).dropna()
         if usual.nunique() > 1:
-            said[f"{name} {' and '.join(f'{value} at depth {depth}' for depth, value in usual.items())}"] = None
-    return f"trained unlike: {', '.join(said)}" if said else ""
+            said[f"{name} {' and '.join(f'{value} at depth {depth}' for depth, value in usual.items())}"] = name
+    trained = [words for words, name in said.items() if name not in MEASURED_ON]
+    measured = [words for words, name in said.items() if name in MEASURED_ON]
+    parts = (("trained", trained), ("measured", measured))
+    return "; ".join(f"{what} unlike: {', '.join(words)}" for what, words in parts if words)
 
 
 def has_learned(about: pd.DataFrame) -> pd.Series:
@@ -325,15 +378,20 @@ class Selection:
         return self.table[keep]
 
     def remark(self, scheme: str, depth: int | None = None) -> str:
-        """Remarks on a scheme's runs: "diverged", "2 of 3 seeds not learned", its learning rate if rates differ.
+        """Remarks on a scheme's runs: "diverged", "2 of 3 seeds not learned", "without a held-out loss", its learning
+        rate if rates differ.
 
         Empty for a scheme that was not run there.
         """
         here = self.runs if depth is None else self.runs[self.runs["depth"] == depth]
         own = here[here["scheme"] == scheme]
-        words, statuses = [], own["status"].tolist()
-        for status, word in ((DIVERGED, "diverged"), (NOT_LEARNED, "not learned")):
-            if count := statuses.count(status):
+        words = []
+        for which, word in (
+            (own["status"] == DIVERGED, "diverged"),
+            (own["status"] == NOT_LEARNED, "not learned"),
+            (own["eval_loss"].isna() & own["status"].eq(FINISHED), "without a held-out loss"),
+        ):
+            if count := int(which.sum()):
                 words.append(word if count == len(own) else f"{count} of {len(own)} seeds {word}")
         if len(own) and here["lr"].nunique() > 1:
             words.append("learning rate " + " and ".join(f"{rate:g}" for rate in sorted(own["lr"].unique())))
@@ -497,11 +555,12 @@ def _variants(about: pd.DataFrame) -> str:
     """A sentence on runs that are not averaged: several of a scheme, depth, seed and rate, or seeds trained unlike."""
     place = ["scheme", "depth", "seed", "lr"]
     if not about.duplicated(place).any():
+        at = ["scheme", "depth", "lr"]
         whole = about[about["status"] != DIVERGED]  # a diverged run stopped early
-        unlike_ones = whole.drop_duplicates(["scheme", "depth", "lr", "steps", "tokens", "recipe"])
-        if not unlike_ones.duplicated(["scheme", "depth", "lr"]).any():
+        ones = about.drop_duplicates([*at, "recipe"]), whole.drop_duplicates([*at, "steps", "tokens"])
+        if not any(found.duplicated(at).any() for found in ones):
             return ""
-        of_seeds = whole.groupby(["scheme", "depth", "lr"])
+        of_seeds = whole.groupby(at)
         least, most = (getattr(of_seeds[["steps", "tokens"]], end)() for end in ("min", "max"))
         for length in ("steps", "tokens"):
             for scheme, depth, rate in least.index[least[length] < most[length]]:
@@ -510,7 +569,7 @@ def _variants(about: pd.DataFrame) -> str:
                     f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained for "
                     f"{least.loc[own, length]:,} to {most.loc[own, length]:,} {length}: keep the runs of one length."
                 )
-        for (scheme, depth, rate), recipes in of_seeds["recipe"]:
+        for (scheme, depth, rate), recipes in about.groupby(at)["recipe"]:  # with those that diverged
             if words := unlike_in_words(recipes):
                 return (
                     f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained unlike ({words}): "
@@ -520,10 +579,10 @@ def _variants(about: pd.DataFrame) -> str:
     places = about.groupby(place, dropna=False)["recipe"]
     scheme, depth, seed, rate = most = places.size().idxmax()
     recipes = places.get_group(most)
+    words = _values_in_words(_differing(recipes)) or "something else"
     return (
-        f"{len(recipes)} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in "
-        f"{unlike_in_words(recipes) or 'something else'}: keep those of one setting (normlab.load_configs says which), "
-        "or use normlab.compare_variants."
+        f"{len(recipes)} runs of {scheme} at depth {depth}, seed {seed} and learning rate {rate:g} differ in {words}: "
+        "keep those of one setting (normlab.load_configs says which), or use normlab.compare_variants."
     )
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.outcomes import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, outcomes
+from normlab.analysis.outcomes import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, UNKNOWN, outcomes
 from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import (
     DIVERGED,
@@ -84,11 +84,22 @@ def depth_scaling(runs: pd.DataFrame | Selection) -> go.Figure:
     _add_losses(figure, shown, points, levels, height - _MARGIN["t"] - _MARGIN["b"])
     family = _add_differences(figure, shown, base, names)
     figure.update_layout(showlegend=False, margin=_MARGIN)
-    tested = f"{LEVEL:.0%} intervals, Holm over {family}: {theme.VERDICT_KEY}" if family else "one seed: no intervals"
+    tested = _tested(family, shown)
     right = f"right, difference from {theme.style_of(base).title}, paired by seed, {tested}"
     marks = f"left: ○ not learned, × diverged · {right}"
     about = "<br>".join(filter(None, [shown.describe(), marks, levels_in_words(levels)]))
     return theme.titled(figure, f"Held-out loss against depth{_falls(points, depths)}", about, height)
+
+
+def _tested(family: pd.DataFrame, shown: Selection) -> str:
+    """How the differences were tested, in words, or why they were not."""
+    if count := int(family["p"].notna().sum()):
+        return f"{LEVEL:.0%} intervals, Holm over {count}: {theme.VERDICT_KEY}"
+    if shown.runs.groupby(["scheme", "depth"])["seed"].nunique().max() == 1:
+        return "one seed: no intervals"
+    if family.empty:
+        return "no seed in common that learned" if len(shown.schemes) > 1 else "no other scheme"
+    return "one seed in common: no intervals"
 
 
 def _falls(points: pd.DataFrame, depths: list[int]) -> str:
@@ -154,8 +165,8 @@ def _add_losses(
     figure.update_xaxes(type="log", title_text="depth (blocks)", range=span, **ticks, col=1)
 
 
-def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list[str]) -> int:
-    """Draw the panels on the right; return the size of the family that Holm's correction is over."""
+def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list[str]) -> pd.DataFrame:
+    """Draw the panels on the right; return the differences, the family that Holm's correction is over."""
     values = last_values(shown, "loss")
     learned = values[values["run"].isin(shown.runs.index[shown.runs["status"] == FINISHED])]
     present = set(learned["scheme"])
@@ -164,7 +175,7 @@ def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list
         for column in range(2, 2 + len(shown.depths)):
             figure.update_xaxes(visible=False, col=column).update_yaxes(visible=False, col=column)
         note(figure, f"no scheme to compare<br>with {theme.style_of(base).title}", "2")
-        return 0
+        return pd.DataFrame({"p": []})
     family = judged(pd.concat(pairs, ignore_index=True))
     family = family[family["seeds"] > 0]
     bounds = axis_bounds([0.0, *family["estimate"], *family["low"], *family["high"]], False)
@@ -183,7 +194,7 @@ def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list
         ticks = dict(tickvals=list(range(len(names))), ticktext=ticktext, showticklabels=column == 2, ticks="")
         figure.update_yaxes(range=[len(names) - 0.5, -0.5], **ticks, col=column)
     figure.update_xaxes(title_text=f"loss difference ({LOSS.unit})", col=2 + (len(shown.depths) - 1) // 2)
-    return int(family["p"].notna().sum())
+    return family
 
 
 @register("trains_at_depth", "N3", "which schemes train at the greatest depth, and the layers that say why")
@@ -191,9 +202,10 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
     """One row per scheme, lowest held-out loss first: loss, gradients by layer at step 0, last stream by layer.
 
     Outcomes are those of `outcomes`: a disc trains, a ring stalls, a cross diverges. A cross has no loss: it is drawn
-    `BEYOND` above the unigram entropy, as are losses above that. Gradients are of the batch at each block's input
-    (``grad_l2_total``), the stream is its L2 norm per token (``token_l2_mean``). Both are geometric means over seeds.
-    Each row of a profile spans its first layer to its last. Runs that diverged have no stream after training.
+    `BEYOND` above the unigram entropy, as are losses above that. A scheme that logged no held-out loss has no mark.
+    Gradients are of the batch at each block's input (``grad_l2_total``), the stream is its L2 norm per token
+    (``token_l2_mean``). Both are geometric means over seeds. Each row of a profile spans its first layer to its last.
+    Runs that diverged have no stream after training.
     """
     shown = selected(runs)
     table = outcomes(shown.runs)
@@ -207,7 +219,7 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
         horizontal_spacing=0.08,
         subplot_titles=[
             "Held-out loss<br>nats a token",
-            *(f"{name}<br>{metric_row(metric).axis}" for _, metric, _, name in _PROFILES),
+            *(f"{name}{_lacking(shown, *where)}<br>{metric_row(where[1]).axis}" for *where, name in _PROFILES),
         ],
     )
     figure.update_annotations(font=dict(size=13))
@@ -234,6 +246,8 @@ def trains_at_depth(runs: pd.DataFrame | Selection) -> go.Figure:
     figure.update_yaxes(range=[len(table) - 0.5, -0.5], tickfont=dict(size=11))
     figure.update_layout(showlegend=False, margin=dict(l=170, r=90, t=134, b=60))
     counts = ", ".join(words.format((table["outcome"] == outcome).sum()) for outcome, words in _WORDS.items())
+    unknown = int((table["outcome"] == UNKNOWN).sum())
+    counts += f", {unknown} without a held-out loss" if unknown else ""
     marks = f"dotted: {MARGIN} below the unigram entropy · × and losses further up are drawn {BEYOND} above it"
     about = f"{shown.describe()} · {counts}<br>{marks}"
     title = f"Which schemes train at depth {shown.depths[0]}: {(table['outcome'] == TRAINS).sum()} of {len(table)}"
@@ -248,13 +262,23 @@ def _loss_in_words(loss: float, outcome: str) -> str:
     return nats
 
 
-def _profile(shown: Selection, names: list[str], site: str, metric: str, when: str, column: int) -> go.Heatmap:
+def _lacking(shown: Selection, site: str, metric: str, when: str) -> str:
+    """What a panel's title says of a profile that no run has."""
+    return "" if len(_profile_rows(shown, site, metric, when)) else ": not measured"
+
+
+def _profile_rows(shown: Selection, site: str, metric: str, when: str) -> pd.DataFrame:
+    """The values of a metric by layer: before training ("first"), or at each scheme's last step."""
     rows = shown.rows(site, metric, "all")
     rows = rows[rows["value"].gt(0) & np.isfinite(rows["value"].astype(float)) & rows["layer"].notna()]
-    if when == "last":  # what a run measured before it diverged is not of the end of training
-        rows = rows[rows["status"] != DIVERGED]
-    steps = rows.groupby("scheme", observed=True)["step"]
-    rows = rows[rows["step"] == steps.transform("min" if when == "first" else "max")]
+    if when == "first":
+        return rows[rows["step"] == 0]
+    rows = rows[rows["status"] != DIVERGED]  # what a run measured before it diverged is not of the end of training
+    return rows[rows["step"] == rows.groupby("scheme", observed=True)["step"].transform("max")]
+
+
+def _profile(shown: Selection, names: list[str], site: str, metric: str, when: str, column: int) -> go.Heatmap:
+    rows = _profile_rows(shown, site, metric, when)
     positions = np.linspace(0, 1, _COLUMNS)
     values = np.full((len(names), _COLUMNS), np.nan)
     for number, name in enumerate(names):

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from normlab.analysis.quantities import last_values
 from normlab.analysis.selection import DIVERGED, NothingToShow, Selection, mean_of
-from normlab.analysis.verdicts import DIFFERENT, bracketed, differences, judged
+from normlab.analysis.verdicts import DIFFERENT, SEEDS, bracketed, differences, judged
 from normlab.figures import theme
 from normlab.figures.draw import (
     add_line,
@@ -189,6 +189,8 @@ def growth_before_after(
     )
     table = table.sort_values("end", na_position="last")
     if table["end"].notna().sum() == 0:
+        if shown.runs["status"].eq(DIVERGED).all():
+            raise NothingToShow(f"All of these runs diverged, so {metric} has no value after training.")
         raise NothingToShow(f"{metric} was not measured at: {site_label('block_out')}.")
     base, names = shown.schemes[0], [str(name) for name in table.index]
     points = _printed_ratios(published_points(published, metric, shown.schemes), base)
@@ -212,7 +214,7 @@ def growth_before_after(
         sources = (f"layer {layer}: {published_source(own)}" for layer, own in points.groupby("layer", sort=False))
         footnote(figure, f"published: ratio in another model after its {'; after '.join(sources)}.")
     title = f"{row.label[0].upper()}{row.label[1:]} after the last layer{_end(table, pairs['after'], base, row)}"
-    about = f"{shown.describe()} · ○ step 0, ● after training"
+    about = f"{shown.describe()} · {'○ step 0, ' * bool(table['start'].notna().any())}● after training"
     about += " · clearly: after Holm's correction" * ("clearly" in title)
     return theme.titled(figure, title, about, 180 + 20 * bool(len(printed)) + _ROW * (len(table) + 1))
 
@@ -237,17 +239,19 @@ def _ends_of(shown: Selection, metric: str) -> list[pd.DataFrame]:
 
 
 def _end(table: pd.DataFrame, pairs: Mapping[str, pd.Series], base: str, row: Metric) -> str:
-    """Count the schemes that differ from `base` after training; of single seeds the range of ratios to it.
+    """Count the schemes that differ from `base` after training; of fewer seeds than four the range of ratios to it.
 
     Of metrics that are no ratios, count the schemes that rise.
     """
     known = table.dropna(subset=["start", "end"])
+    if known.empty:  # not measured before training
+        return ""
     if not row.is_ratio or base not in known.index or len(known) < 2:
         return f": rises in training under {(known['end'] > known['start']).sum()} of {len(known)} schemes"
     found = pd.DataFrame({name: pair for name, pair in pairs.items() if name in known.index}).T.infer_objects()
     if not np.isfinite(found["estimate"]).any():
         return ""
-    title, tested = theme.style_of(base).title, found.dropna(subset="p")
+    title, tested = theme.style_of(base).title, found[found["seeds"] >= SEEDS].dropna(subset="p")
     if tested.empty:
         return f": {least_and_most(found['estimate'])} of {title}'s when trained"
     apart = int(judged(tested)["verdict"].eq(DIFFERENT).sum())

@@ -122,6 +122,8 @@ def quantity_by_rate(runs: pd.DataFrame, quantity: str = "growth", depth: int | 
     label = "held-out loss" if quantity == "loss" else row.label
     shown = Selection(runs[runs["run"].isin(about.index)], about)
     values = values_of(shown, quantity).dropna(subset="value")
+    if values.empty and about["status"].eq(DIVERGED).all():
+        raise NothingToShow(f"All runs of {depth} blocks diverged, so {quantity} has no value after training.")
     if values.empty:
         raise NothingToShow(f"{quantity} was not measured in the runs of {depth} blocks.")
     figure = go.Figure()

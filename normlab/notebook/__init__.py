@@ -99,7 +99,7 @@ def folder(path: str | Path) -> Path:
 def comparable(runs: str | Path, rate: float | None = None) -> pd.DataFrame:
     """The runs of a folder that figures and claims compare.
 
-    Left out are runs that change their scheme's model, and schemes that `fully_tried` leaves out.
+    Left out are runs that change their scheme's model, and of the others schemes that `fully_tried` leaves out.
 
     Args:
         rate: the runs of one learning rate; None: all. Of these sizes are compared at a rate that all schemes share,
@@ -108,7 +108,7 @@ def comparable(runs: str | Path, rate: float | None = None) -> pd.DataFrame:
     from normlab.analysis.selection import at_rate, fully_tried
     from normlab.runs import load_runs
 
-    return at_rate(fully_tried(load_runs(runs, variants=False)), rate)
+    return fully_tried(at_rate(load_runs(runs, variants=False), rate))
 
 
 class Html(str):

@@ -94,7 +94,11 @@ def speeds(bench: str | Path, published: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def at_each_rate(runs: pd.DataFrame, a: str, b: str, metric: str, depth: int) -> pd.DataFrame:
-    """`normlab.compare` of two schemes at each learning rate that both have, one family, with the `rate`; or no row."""
+    """`normlab.compare` of two schemes at each learning rate that both have, one family, with the `rate`; or no row.
+
+    All are of one width, that of most runs.
+    """
+    runs = runs[runs["width"].isin(runs.drop_duplicates("run")["width"].mode().head(1))]
     own = runs[runs["depth"] == depth].groupby("scheme")["lr"].unique()
     rates = sorted(set(own.get(a, [])) & set(own.get(b, [])))
     found = [compare(at_rate(runs, rate), a, b, metric, depth=depth).assign(rate=rate) for rate in rates]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from normlab.analysis.outcomes import DIVERGES, outcomes
+from normlab.analysis.outcomes import DIVERGES, UNKNOWN, outcomes
 from normlab.analysis.selection import choose, in_order, title_of
 from normlab.runs import read_configs
 from normlab.schemes import SCHEMES
@@ -45,5 +45,5 @@ def initial_std(folder: str | Path) -> str:
 
 def _in_words(table: pd.DataFrame) -> pd.Series:
     return table["outcome"].where(
-        table["outcome"].eq(DIVERGES), table["loss"].map("{:.3f}, ".format) + table["outcome"]
+        table["outcome"].isin([DIVERGES, UNKNOWN]), table["loss"].map("{:.3f}, ".format) + table["outcome"]
     )

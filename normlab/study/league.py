@@ -117,15 +117,15 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
 
     Returns:
         Columns `scheme lr seeds loss validation_loss learned told growth deep_cost`, means over seeds, a geometric one
-        of growth. `loss` is of the test half, and infinite where a run diverged. `learned`: all of them end below the
-        trigram model; `told`: they know its loss, without which none has learned. `deep_cost` is missing where no block
-        was left out.
+        of growth. `loss` is of the test half, infinite where a run diverged, and missing where one logged none.
+        `learned`: all of them end below the trigram model; `told`: they know its loss and their own, without which none
+        has learned. `deep_cost` is missing where no block was left out.
     """
     about = summarize(runs)
     about = about[about["depth"] == depth]
     if about.empty:
         raise NormlabError(f"no run of {depth} blocks in the table")
-    about = about.assign(learned=has_learned(about))
+    about = about.assign(learned=has_learned(about), told=about[["trigram_loss", "eval_loss"]].notna().all(axis=1))
     chosen = Selection(runs[runs["run"].isin(about.index)], about)
     for name in SIZES:
         about[name] = np.nan
@@ -133,10 +133,11 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
             about[name] = values_of(chosen, name).set_index("run")["value"]
     rates = about.groupby(["scheme", "lr"])
     table = rates[["eval_loss", "validation_loss", *SIZES]].mean().rename(columns={"eval_loss": "loss"})
+    table["loss"] = table["loss"].where(rates["eval_loss"].count() == rates.size())
     table["growth"] = np.exp(np.log(about["growth"]).groupby([about["scheme"], about["lr"]]).mean())
     table.insert(0, "seeds", rates["seed"].nunique())
     table.insert(3, "learned", rates["learned"].all())
-    table.insert(4, "told", rates["trigram_loss"].agg(lambda losses: losses.notna().all()))
+    table.insert(4, "told", rates["told"].all())
     return table.loc[in_order(about["scheme"])].reset_index()
 
 
@@ -328,8 +329,14 @@ def moved(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def found(table: pd.DataFrame) -> str:
-    """In a sentence: of how many schemes the rate moves the loss further than the scheme's choice does."""
-    rows = moved(table)
+    """In a sentence: of how many schemes the rate moves the loss further than the scheme's choice does.
+
+    Nothing is concluded from a Pre-LN that has not learned.
+    """
+    rows, baseline = moved(table), table[table["scheme"] == BASELINE]
+    if len(baseline) and not baseline["learned"].astype(bool).all():
+        known = "has not learned" if baseline["told"].all() else "is not known to have learned"
+        return f"{title_of(BASELINE)} {known}, so how far the learning rate moves a loss is compared with nothing."
     if rows.empty:
         return f"No scheme that has learned was tried at several rates that {title_of(BASELINE)} has too."
     further = int((rows["by_rate"] > rows["from_baseline"]).sum())
@@ -407,6 +414,7 @@ def remarks(table: pd.DataFrame) -> list[str]:
     best = [f" ({rate:g})" for rate in table["best"]]
     counts = table["dtype"].value_counts()
     learned, told = table["learned"].astype(bool), table["told"].astype(bool)
+    unknown = table["loss"].isna()
     found = [
         f"{table['depth'].iloc[0]} blocks; losses are held-out, in nats per token, of {seeds}; growth and deep cost at "
         f"rate {table['at'].iloc[0]:g}."
@@ -416,7 +424,8 @@ def remarks(table: pd.DataFrame) -> list[str]:
         ("The best rate is at the edge of those tried", table["at_edge"], best),
         ("Tried at one rate alone", rates == 1, ""),
         ("Not learned with every seed at the best rate, so above a trigram model", ~learned & told, ""),
-        ("Not known to have learned, as the runs know no trigram model's loss", ~told, ""),
+        ("Not known to have learned, as the runs know no trigram model's loss", ~told & ~unknown, ""),
+        ("Not known to have learned, as not every seed logged a held-out loss at the best rate", unknown, ""),
         (
             "In another precision than most, which moves a loss by up to 0.04",
             table["dtype"].map(counts) < counts.max(),

@@ -7,7 +7,7 @@ from figures_helpers import MEAN_OF_SEEDS, activation, one_run, table
 from scipy import stats
 
 from normlab.analysis import claims
-from normlab.analysis.selection import deepest
+from normlab.analysis.selection import deepest, fully_tried
 from normlab.errors import NormlabError
 
 SCHEMES = ("pre_rmsnorm", "lns", "bhyt")
@@ -15,7 +15,8 @@ SCHEMES = ("pre_rmsnorm", "lns", "bhyt")
 
 def with_losses(losses: dict[tuple[str, int, int], float], trigram: float | None = None) -> pd.DataFrame:
     """A table of runs whose final held-out losses are these, by scheme, depth and seed."""
-    runs = table(SCHEMES, depths=sorted({depth for _, depth, _ in losses}))
+    depths, seeds = (sorted({key[place] for key in losses}) for place in (1, 2))
+    runs = table(SCHEMES, depths, seeds)
     last = (runs["metric"] == "loss") & (runs["split"] == "eval") & (runs["step"] == runs["step"].max())
     keys = zip(runs["scheme"], runs["depth"], runs["seed"], strict=True)
     runs["value"] = runs["value"].mask(last, pd.Series([losses[key] for key in keys], index=runs.index))
@@ -187,6 +188,26 @@ def test_depth_use_is_not_of_runs_of_several_widths_lengths_or_recipes():
         claims.depth_use(alike[:0])
 
 
+def test_depth_use_is_not_of_seeds_at_several_rates_nor_of_runs_that_were_stopped_or_read_another_text():
+    alike = skipping({"lns": [0.3, 0.1], "bhyt": [0.2, 0.4]}).assign(lr=0.004, recipe="steps=20 batch_size=8")
+    alike = alike.assign(steps=20.0, tokens=160.0, unigram_entropy=6.0, bigram_loss=4.6, trigram_loss=float("nan"))
+    is_lns = alike["scheme"] == "lns"
+    assert len(claims.depth_use(alike, 2)) == 2
+    for field, value, message in (
+        ("steps", 10.0, "were trained for 10 to 20 steps: keep those of one length"),
+        ("tokens", 80.0, "were trained for 80 to 160 tokens: keep those of one length"),
+        ("bigram_loss", 4.7, r"measured on 2 texts or in other tokens \(bigram_loss 4.600, 4.700\): keep those of one"),
+    ):
+        for some in (is_lns, alike["seed"] == 0):
+            with pytest.raises(NormlabError, match=message):
+                claims.depth_use(alike.assign(**{field: alike[field].mask(some, value)}), 2)
+    rates = alike.assign(lr=alike["lr"].mask(alike["seed"] == 2, 0.002))
+    with pytest.raises(NormlabError, match="Seeds of bhyt at depth 2 were trained at learning rates 0.002 and 0.004"):
+        claims.depth_use(rates, 2, reference="bhyt")
+    own = alike.assign(lr=alike["lr"].mask(is_lns, 0.002))
+    assert len(claims.depth_use(own, 2)) == 2, "a rate per scheme"
+
+
 def test_the_deepest_depth_at_which_schemes_can_be_compared():
     runs = pd.concat(
         [
@@ -237,11 +258,15 @@ def test_the_extremes_are_the_geometric_means_of_the_last_layer():
     written = "{0.factor:.1f} times the smallest ({0.largest}, {0.smallest}".format
     assert all(written(row) in said for row in deep.itertuples())
     assert claims.apart(table(SCHEMES[:2], depths=(4,), statuses={("lns", 4): "diverged"})) == ""
+    alike = table(SCHEMES[:2], depths=(4,))
+    alike.loc[alike["metric"] == "token_l2_mean", "value"] = 2.0
+    assert "is 1.0 times the smallest (LNS 2, Pre-LN 2;" in claims.apart(alike), "two schemes, though they tie"
     runs.loc[runs["scheme"] == "lns", "lr"] *= 2
     assert "0.002 (LNS), so the ratio after training is not the effect of normalization alone" in claims.apart(runs)
 
 
 def test_claims_hold_do_not_hold_or_cannot_be_decided(losses):
+    losses = losses | {(scheme, depth, 3): losses[scheme, depth, 0] for scheme in SCHEMES for depth in (4, 16)}
     runs = with_losses(losses)
     lower = claims.Claim("LNS is lower", "lns", "pre_rmsnorm", "loss", "below")
     asked = [
@@ -256,7 +281,7 @@ def test_claims_hold_do_not_hold_or_cannot_be_decided(losses):
     says = table["says"].to_dict()
     assert [says[claim.says] for claim in asked[:5]] == ["holds", *["does not hold"] * 2, "holds", "not run"]
     assert "does not say where its runs are" in says["no such layer"]
-    gap = np.mean([losses["lns", 16, k] - losses["pre_rmsnorm", 16, k] for k in range(3)])
+    gap = np.mean([losses["lns", 16, k] - losses["pre_rmsnorm", 16, k] for k in range(4)])
     assert table.loc["LNS is lower", "ours"].startswith(f"{gap:+.3f} [") and table.index.name == "at 16 blocks"
     grown = np.exp(np.log(activation("pre_rmsnorm", 16, 20) / activation("pre_rmsnorm", 1, 20)))
     assert table.loc["Pre-LN grows", "ours"].startswith(f"×{grown:.2f} [")
@@ -279,6 +304,35 @@ def test_one_seed_says_whether_it_is_as_claimed_and_decides_nothing():
     assert claims.tested(runs, [lower._replace(b="dyt")])["says"].tolist() == ["not run"]
 
 
+def test_fewer_seeds_than_a_claim_needs_say_whether_it_is_as_claimed_and_how_many_there_are():
+    smaller = claims.Claim("LNS is smaller", "lns", "pre_rmsnorm", "token_l2_mean", "below")
+    asked = [smaller, smaller._replace(says="larger", direction="above"), smaller._replace(says="x", direction="alike")]
+    for seeds in (2, 3):
+        found = claims.tested(table(SCHEMES[:2], (4,), range(seeds)), asked)
+        of = f"{seeds} of 4 seeds"
+        assert found["says"].tolist() == [f"as claimed, {of}", f"not as claimed, {of}", f"undecided, {of}"]
+        said = f"1 is as claimed and 1 not, by {seeds} seeds of the 4 that a claim needs; 1 cannot be decided here."
+        assert claims.sentence(found).endswith(said)
+    assert claims.tested(table(SCHEMES[:2], (4,), range(4)), asked[:1])["says"].tolist() == ["holds"]
+
+
+def test_what_has_no_effect_at_all_is_not_as_claimed_either_way():
+    runs = table(SCHEMES[:1], (1,), (0,))  # after one block, the last one is the first
+    grown = claims.Claim("Pre-LN grows", "pre_rmsnorm", None, "growth", "above")
+    found = claims.tested(runs, [grown, grown._replace(says="shrinks", direction="below")])
+    assert found["ours"].tolist() == ["×1.00"] * 2 and found["says"].tolist() == ["not as claimed, one seed"] * 2
+
+
+def test_a_sentence_on_claims_says_what_the_schemes_were_trained_unlike_in():
+    runs = table(SCHEMES, depths=(4,)).assign(recipe="steps=20 warmup=0.1")
+    runs.loc[runs["scheme"] != "pre_rmsnorm", "recipe"] = "steps=20 warmup=0.3"
+    smaller = claims.Claim("LNS is smaller", "lns", "pre_rmsnorm", "token_l2_mean", "below")
+    found = claims.tested(runs, [smaller, smaller._replace(says="DyT", a="dyt")])
+    assert found.attrs["about"] == "trained unlike: warmup 0.1 and 0.3 (LNS)"
+    assert claims.sentence(found).endswith(" Trained unlike: warmup 0.1 and 0.3 (LNS).")
+    assert claims.tested(runs, [smaller._replace(a="bhyt", b="lns")]).attrs["about"] == ""
+
+
 def test_why_there_is_no_number_is_what_happened():
     lower = claims.Claim("LNS is lower", "lns", "pre_rmsnorm", "loss", "below")
     runs = table(SCHEMES, depths=(4,), statuses={("lns", 4): "diverged"})
@@ -288,12 +342,33 @@ def test_why_there_is_no_number_is_what_happened():
     bare = table(SCHEMES, depths=(4,)).query("metric != 'token_l2_mean' or layer != 1")
     grown = claims.Claim("Pre-LN grows", "pre_rmsnorm", None, "growth", "above")
     assert claims.tested(bare, [grown])["says"].tolist() == ["not measured"]
-    runs = table(SCHEMES, depths=(4,))
+    beside = pd.concat([bare, one_run("pre_rmsnorm", lr=1e-2, status="diverged")], ignore_index=True)
+    assert claims.tested(beside, [grown])["says"].tolist() == ["not measured"], "at a rate that is not compared"
+    other = [one_run(name, lr=2e-2) for name in ("lns", "pre_rmsnorm")]
+    seeds = [one_run("lns", seed=seed) for seed in (2, 3)] + [one_run("pre_rmsnorm", seed=seed) for seed in (0, 1)]
+    seeds = pd.concat([*other, *seeds], ignore_index=True)
+    assert claims.tested(seeds, [lower])["says"].tolist() == ["no seed in common"], "they have one at another rate"
+    deep = lower._replace(quantity="deep_cost")
+    (said,) = claims.tested(table(SCHEMES, depths=(2,)), [deep])["says"]
+    assert said == "deep_cost needs a model of 3 blocks or more: these have at most 2"
+    runs = table(SCHEMES, depths=(4,), seeds=range(4))
     runs.loc[runs["scheme"] == "lns", "width"] = 32
     wide = grown._replace(says="LNS grows", a="lns")
     found = claims.tested(runs, [wide, lower, grown])
     assert found["says"].tolist() == ["not run at width 16", "not run at width 16", "holds"]
     assert claims.sentence(found).startswith("“Pre-LN grows”: holds")
+
+
+def test_a_scheme_that_was_tried_at_fewer_rates_is_left_out_and_not_called_not_run():
+    grid = [one_run("pre_rmsnorm", lr=lr) for lr in (1e-3, 2e-3, 4e-3)]
+    runs = fully_tried(pd.concat([*grid, one_run("lns", lr=2e-3), one_run("lns", 8, lr=2e-3)], ignore_index=True))
+    lower = claims.Claim("LNS is lower", "lns", "pre_rmsnorm", "loss", "below")
+    grown = claims.Claim("Pre-LN grows", "pre_rmsnorm", None, "growth", "above")
+    found = claims.tested(runs, [lower, lower._replace(says="DyT", a="dyt"), grown], depth=4)
+    reason = "left out: LNS was tried at 1 learning rate, Pre-LN at 3"
+    assert found["says"].tolist() == [reason, "not run", "as claimed, one seed"]
+    assert claims.sentence(found).startswith("“Pre-LN grows”: as claimed")
+    assert claims.tested(runs, [lower], depth=8)["says"].tolist() == ["not run"], "Pre-LN, at that depth"
 
 
 def test_losses_stand_by_scheme_and_depth_with_what_must_be_known_of_them():

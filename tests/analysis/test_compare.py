@@ -181,6 +181,13 @@ def test_runs_of_another_text_are_not_compared():
         compare(pd.concat([one_run("bhyt"), other], ignore_index=True), "bhyt", "lns")
     three = pd.concat([one_run("bhyt"), one_run("dyt"), other], ignore_index=True)
     assert compare(three, "bhyt", "dyt")["estimate"].notna().all(), "a third scheme's text is not theirs"
+    seeds = table(("bhyt", "lns"), (2, 4), (0, 1))
+    entropy = seeds["metric"].eq("unigram_entropy")
+    by_seed = seeds.assign(value=seeds["value"].mask(entropy & seeds["seed"].eq(1), 4.95))
+    with pytest.raises(NormlabError, match=r"depth 2, seeds of bhyt and lns .* 2 texts .*entropy 4.950, 6.000\): keep"):
+        compare(by_seed, "bhyt", "lns")
+    by_depth = seeds.assign(value=seeds["value"].mask(entropy & seeds["depth"].eq(2), 4.95))
+    assert len(compare(by_depth, "bhyt", "lns")) == 2, "each depth has a mean of its own"
 
 
 def test_runs_of_two_depths_and_texts_are_not_shown_together():
@@ -221,6 +228,9 @@ def test_runs_of_two_recipes_are_no_seeds_of_one_scheme_and_are_said_between_two
     runs = pd.concat([run("bhyt", alike), run("bhyt", other, 1), run("lns", alike)], ignore_index=True)
     with pytest.raises(NothingToShow, match=r"Seeds of bhyt .* were trained unlike \(warmup 0.1 and 0.3\): keep"):
         choose(runs)
+    diverged = runs.assign(status=runs["status"].mask(runs["seed"] == 1, "diverged"))
+    with pytest.raises(NothingToShow, match=r"Seeds of bhyt .* were trained unlike \(warmup 0.1 and 0.3\): keep"):
+        choose(diverged[diverged["seed"].eq(0) | diverged["step"].le(10)])
     runs = pd.concat([run("bhyt", alike), run("lns", other)], ignore_index=True)
     assert " · trained unlike: warmup 0.1 and 0.3 (LNS)\n" in report(compare(runs, "bhyt", "lns"))
     assert "trained unlike" not in choose(runs[runs["scheme"] == "lns"]).describe()
@@ -239,6 +249,17 @@ def test_what_runs_were_trained_unlike_in_names_schemes_apart_and_depths():
     said = "warmup 0.1 and 0.3 (DyT; Pre-LN, gain λ/κ), clip 1 at depth 2 and 5 at depth 4"
     assert choose(runs, None).recipes() == f"trained unlike: {said}"
     assert choose(runs, 2).recipes() == ""
+
+
+def test_a_comparison_says_on_how_many_held_out_blocks_its_sides_were_measured():
+    sides = [one_run("pre_rmsnorm", seed=seed).assign(recipe="warmup=0.1 probe_blocks=16") for seed in (0, 1)]
+    sides += [one_run("lns", seed=seed).assign(recipe=f"warmup=0.1 probe_blocks={8 << seed}") for seed in (0, 1)]
+    runs = pd.concat(sides, ignore_index=True)
+    said = compare(runs, "lns", "pre_rmsnorm", "grad_l2_total", layer=1).attrs["about"]
+    assert said.endswith(" · measured unlike: probe_blocks 16 and 8 (LNS)"), "seeds are one group all the same"
+    both = runs.assign(recipe=runs["recipe"].mask(runs["scheme"] == "lns", "warmup=0.3 probe_blocks=8"))
+    trained = "trained unlike: warmup 0.1 and 0.3 (LNS)"
+    assert choose(both).recipes() == f"{trained}; measured unlike: probe_blocks 16 and 8 (LNS)"
 
 
 def test_a_comparison_says_that_one_side_s_model_is_changed_or_its_text_streamed():
@@ -401,6 +422,16 @@ def test_groups_of_one_depth_have_one_column_of_depths():
     found = compare_variants(runs, configs, "lns", "pre_rmsnorm", ["lr", "depth"])
     assert list(found.columns[:3]) == ["lr", "depth", "a"] and found["depth"].tolist() == [2, 4]
     assert shown(found)["depth"].tolist() == [2, 4]
+
+
+def test_groups_may_share_a_list():
+    runs = table(("lns", "bhyt"), (4,), (0, 1))
+    configs = runs.drop_duplicates("run").set_index("run")[["scheme", "seed"]]
+    configs["exact_layers"] = [[1, 2] if seed else [] for seed in configs["seed"]]
+    found = compare_variants(runs, configs, "lns", "bhyt", ["exact_layers"])
+    assert found["exact_layers"].tolist() == ["[1, 2]", "[]"] and found["seeds"].tolist() == [1, 1]
+    configs["exact_layers"] = [None if seed else [1] for seed in configs["seed"]]
+    assert len(compare_variants(runs, configs, "lns", "bhyt", ["exact_layers"])) == 2
 
 
 def test_a_depth_that_is_no_number_is_one_line():

@@ -69,6 +69,18 @@ def test_a_difference_is_marked_for_its_verdict():
     assert "Holm over 8: ● different, ■ equivalent, ○ undecided" in text_of(depth_scaling(table()))
 
 
+def test_why_there_is_no_interval_is_what_the_seeds_are():
+    def said(*seeds: tuple[int, ...]) -> str:
+        runs = [table((name,), (4,), own) for name, own in zip(("pre_rmsnorm", "lns"), seeds, strict=True)]
+        return text_of(depth_scaling(pd.concat(runs, ignore_index=True)))
+
+    assert "paired by seed, one seed: no intervals" in said((0,), (0,))
+    assert "paired by seed, one seed in common: no intervals" in said((0, 1), (1, 2))
+    assert "paired by seed, no seed in common that learned" in said((0, 1), (2, 3))
+    assert "paired by seed, no other scheme" in text_of(depth_scaling(table(("lns",), (4,))))
+    assert "paired by seed, 95% intervals, Holm over 1" in said((0, 1), (0, 1))
+
+
 def test_a_marks_symbol_is_of_the_seeds_that_it_is_the_mean_of():
     def drawn(*statuses: str) -> tuple[str, str, str]:
         runs = [one_run("lns", seed=seed, status=status) for seed, status in enumerate(statuses)]

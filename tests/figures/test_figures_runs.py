@@ -24,6 +24,7 @@ from normlab.figures import (
     profile,
     quantity_by_rate,
     themed,
+    trains_at_depth,
 )
 from normlab.figures.draw import EndLabel, label_ends, spread
 from normlab.figures.theme import template
@@ -131,6 +132,14 @@ def test_failed_runs_are_marked_wherever_they_appear():
     assert line.marker.symbol == ("circle", "circle-open")
 
 
+def test_runs_that_all_diverged_are_not_called_unmeasured():
+    runs = table(statuses=dict.fromkeys([(name, 4) for name in SCHEMES], "diverged"), depths=(4,))
+    assert "All of these runs diverged, so token_l2_mean has no value" in text_of(growth_before_after(runs))
+    assert "All runs of 4 blocks diverged, so growth has no value" in text_of(quantity_by_rate(runs))
+    bare = runs[runs["metric"].ne("token_l2_mean")].assign(status="finished")
+    assert "was not measured" in text_of(growth_before_after(bare)) + text_of(quantity_by_rate(bare))
+
+
 def test_before_and_after_shows_both_ends_with_controls_and_ratios():
     figure = growth_before_after(choose(table(), schemes=["pre_rmsnorm", "bhyt"]), published=PUBLISHED)
     assert {t.meta["scheme"] for t in figure.data} == {"pre_rmsnorm", "bhyt", "bhyt_linear", "rmsnorm_gain"}
@@ -140,14 +149,28 @@ def test_before_and_after_shows_both_ends_with_controls_and_ratios():
     )
     words = [a.text for a in figure.layout.annotations]
     assert "0.28" in words and any(w.startswith("0.169 [") for w in words) and "0.20" in words
+    four = growth_before_after(choose(table(seeds=range(4)), schemes=["pre_rmsnorm", "bhyt"])).layout.title.text
+    said = "L2 norm of a token after the last layer: 3 of 3 schemes clearly differ from Pre-LN when trained"
+    assert four.replace("<br>", " ") == said
     title = figure.layout.title.text.replace("<br>", " ")
-    assert title == "L2 norm of a token after the last layer: 3 of 3 schemes clearly differ from Pre-LN when trained"
+    assert "clearly" not in text_of(figure) and title.endswith("of Pre-LN's when trained"), "three seeds"
     one = growth_before_after(choose(table().query("seed == 0"), schemes=["pre_rmsnorm", "bhyt"])).layout.title.text
     assert "(BHyT) to " in one and one.replace("<br>", " ").endswith("of Pre-LN's when trained")
     assert any("layer 16: BHyT Figure 3, Llama-1B, read off the plot ±10%" in w for w in words)
     unpublished = table(("rmsnorm_gain", "bhyt_linear"))
     for other in (growth_before_after(table()), growth_before_after(unpublished, published=PUBLISHED)):
         assert "published" not in text_of(other) and "±10%" not in text_of(other)
+
+
+def test_runs_that_were_not_measured_before_training_are_said_to_lack_that_only():
+    runs = table(depths=(4,), seeds=range(4))
+    late = runs[runs["layer"].isna() | runs["step"].gt(0)]
+    figure = growth_before_after(late)
+    assert figure.layout.title.text == "L2 norm of a token after the last layer" and "step 0," not in text_of(figure)
+    gradient, stream = (trace for trace in trains_at_depth(late).data if trace.type == "heatmap")
+    assert np.isnan(np.asarray(gradient.z, float)).all() and np.isfinite(np.asarray(stream.z, float)).all()
+    assert "Gradient before training: not measured<br>" in text_of(trains_at_depth(late))
+    assert "not measured" not in text_of(trains_at_depth(runs))
 
 
 def test_before_and_after_prints_the_interval_of_the_comparison_of_all_schemes():

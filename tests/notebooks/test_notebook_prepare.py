@@ -134,3 +134,4 @@ def test_what_figures_compare_are_plain_models_at_the_rates_of_most(tmp_path):
     path.write_text(json.dumps(manifest | {"config": manifest["config"] | {"model": {"kappa": 4.0}}}))
     assert set(comparable(tmp_path)["run"]) == set(load_runs(runs)["run"])
     assert set(comparable(tmp_path, 4e-3)["lr"]) == {4e-3}
+    assert set(comparable(tmp_path, 1e-3)["scheme"]) == {"pre_rmsnorm", "lns", "dyt"}, "at that rate all were tried"

@@ -3,10 +3,12 @@
 import pandas as pd
 import pytest
 import torch
-from figures_helpers import activation, one_run, two_rates
+from figures_helpers import activation, one_run, table, two_rates
 
 import normlab
 from normlab.study import bound
+
+SIDES = ("bhyt", "lns")
 
 
 def test_shares_stay_below_the_bound_and_a_fresh_model_carries_what_it_would_measure():
@@ -51,6 +53,16 @@ def test_two_schemes_are_compared_at_every_rate_that_both_have():
     assert (found["p_holm"] >= 2 * found["p"]).all(), "one family"
     assert bound.at_each_rate(two_rates(), "bhyt", "pre_rmsnorm", "loss", 4)["rate"].tolist() == [1e-3]
     assert bound.at_each_rate(two_rates(), "bhyt", "dyt", "loss", 4).empty
+
+
+def test_every_rate_is_compared_at_the_width_of_most_runs():
+    narrow = [table(SIDES, (4,), (0,)), table(SIDES, (4,), lr=3e-3)]
+    wide = table(SIDES, (4,), (0, 1)).assign(width=32, run=lambda rows: rows["run"] + "-wide")
+    wide["value"] = wide["value"].where(wide["scheme"] == "lns", 2 * wide["value"])
+    found = bound.at_each_rate(pd.concat([*narrow, wide], ignore_index=True), *SIDES, "token_l2_mean", 4)
+    ratio = activation("bhyt", 4, 20) / activation("lns", 4, 20)
+    assert found["rate"].tolist() == [1e-3, 3e-3] and found["seeds"].tolist() == [1, 3]
+    assert found["estimate"].tolist() == pytest.approx([ratio] * 2)
 
 
 def test_how_far_models_reached_is_the_largest_of_blocks_and_seeds_at_the_last_step_where_there_is_a_bound():

@@ -2,12 +2,15 @@
 
 import pandas as pd
 import pytest
-from figures_helpers import UNIGRAM
+from figures_helpers import UNIGRAM, text_of
 from figures_helpers import table as runs_table
 from training_helpers import make_run
 
 from normlab.analysis import outcomes
+from normlab.analysis.claims import losses
 from normlab.analysis.published import load_published
+from normlab.analysis.selection import choose
+from normlab.figures import trains_at_depth
 from normlab.schemes import SCHEMES
 from normlab.study import depths as tables
 
@@ -29,6 +32,21 @@ def test_the_margin_is_below_the_unigram_entropy():
         | {"eval_loss": [UNIGRAM - outcomes.MARGIN - 1e-6, UNIGRAM - outcomes.MARGIN + 1e-6]}
     )
     assert outcomes.outcomes(about)["outcome"].to_dict() == {"lns": outcomes.TRAINS, "bhyt": outcomes.STALLS}
+
+
+def test_a_run_that_logged_no_held_out_loss_is_not_said_to_diverge():
+    runs = runs_table(("pre_rmsnorm", "lns", "bhyt"), (4,), (0, 1), statuses={("bhyt", 4): "diverged"})
+    runs = runs[~(runs["scheme"].eq("lns") & runs["metric"].eq("loss") & runs["split"].eq("eval"))]
+    found = outcomes.outcomes(choose(runs).runs)
+    assert found["outcome"].to_dict() == {"pre_rmsnorm": "trains", "bhyt": "diverges", "lns": "no held-out loss"}
+    assert found.loc["lns", ["loss", "shown"]].isna().all()
+    assert tables.by_depth(runs, load_published())["4 blocks"][SCHEMES["lns"].title] == "no held-out loss"
+    figure = trains_at_depth(runs)
+    assert "1 train, ○ 0 stall, × 1 diverge, 1 without a held-out loss" in text_of(figure)
+    assert all("lns" not in trace.meta["schemes"] for trace in figure.data if trace.meta and "outcome" in trace.meta)
+    assert losses(runs)[4].to_dict() == {"Pre-LN": "4.150", "LNS": "(without a held-out loss)", "BHyT": "(diverged)"}
+    one = runs[~(runs["seed"].eq(1) & runs["metric"].eq("loss"))]
+    assert losses(one)[4]["Pre-LN"] == "4.000 (1 of 2 seeds without a held-out loss)"
 
 
 def test_the_deepest_of_several_models_of_a_paper_counts():

@@ -169,6 +169,11 @@ def test_what_the_rate_moves_is_over_the_rates_that_pre_ln_has_too(runs, table):
     assert league.found(table.loc[["lns"]]).startswith("No scheme that has learned")
     alone = league.standings(runs[runs["lr"] == 4e-3], load_published(), league.step_times())
     assert league.found(alone).startswith("No scheme that has learned")
+    is_base = table["scheme"] == "pre_rmsnorm"
+    above = table.assign(learned=table["learned"] & ~is_base)
+    assert league.found(above).startswith("Pre-LN has not learned, so how far")
+    untold = above.assign(told=table["told"] & ~is_base)
+    assert league.found(untold).startswith("Pre-LN is not known to have learned, so how far")
 
 
 def test_our_losses_stand_next_to_the_papers(table):
@@ -197,6 +202,18 @@ def test_runs_without_a_trigrams_loss_are_not_said_to_be_above_it(runs):
     assert "Not known to have learned, as the runs know no trigram model's loss: Pre-LN; LNS; DyT." in said
     assert not league.shown(unknown).astype(str).apply(lambda column: column.str.contains("(", regex=False)).any().any()
     assert "not learned" not in set(league.against_papers(unknown, load_published()).iloc[:, -1])
+
+
+def test_a_scheme_that_logged_no_held_out_loss_is_not_said_to_be_above_the_trigram_model(runs):
+    of_lns = runs["scheme"].eq("lns") & runs["metric"].isin(["loss", "validation_loss"]) & runs["split"].eq("eval")
+    made = league.standings(runs[~of_lns], load_published(), league.step_times().iloc[:0])
+    said = " ".join(league.remarks(made))
+    assert "as not every seed logged a held-out loss at the best rate: LNS." in said
+    assert "no trigram model's" not in said and "above a trigram model: DyT." in said
+    rows = made.set_index("scheme")
+    assert np.isnan(rows.loc["lns", "loss"]) and not rows.loc["lns", "told"] and rows.loc["dyt", "told"]
+    one = runs[~(runs["scheme"].eq("lns") & runs["seed"].eq(3) & of_lns)]
+    assert contenders(one).set_index("scheme").loc[["lns", "pre_rmsnorm"], "loss"].isna().tolist() == [True, False]
 
 
 def test_the_printed_table_marks_best_rates_and_fits_a_terminal(table):
