@@ -15,8 +15,8 @@ effect the estimate is (`above`, `below`). `fill` refuses a page of which that i
 
 A table of one quantity has a row per scheme and a column per rate: means over seeds, or the difference from a scheme.
 A difference has its interval from four seeds on, and is bold where it is different after Holm's correction over the
-table. A table of several has a row per scheme and rate. `:1` is the layer, `only=bhyt` one scheme's row. A loss in
-italics is not below the trigram model.
+table. A table of several has a row per scheme and rate. `:1` is the layer, `only=main,beam` the rows of these schemes,
+`main` being all that have this tag. A loss in italics is not below the trigram model.
 
     <!-- seeds: deep_cost @ grid depth=8 -->
 
@@ -38,6 +38,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ from normlab.analysis.compare import compare
 from normlab.analysis.quantities import quantity_row, values_of
 from normlab.analysis.selection import DIVERGED, at_rate, choose, has_learned, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, SEEDS, UNDECIDED, bracketed, judged, means
+from normlab.schemes import TAGS, tagged
 
 ASKED = r"\w+|[^>]*?: .*?"
 MARK = re.compile(rf"<!-- (?P<what>{ASKED}) -->(?P<text>.*?)<!-- / -->", re.DOTALL)
@@ -97,7 +99,8 @@ def answer(query: str) -> str:
         runs, digits = picked(match["folder"], options), int(options.get("digits", 2))
         names = match["quantities"].split()
         if "only" in options:
-            runs = runs[runs["scheme"].isin([options["only"], match["b"]])]
+            rows = [tagged(name) if name in TAGS else (name,) for name in options["only"].split(",")]
+            runs = runs[runs["scheme"].isin({match["b"], *chain(*rows)})]
         return by_rate(runs, names[0], match["b"], digits) if len(names) == 1 else side_by_side(runs, names, digits)
     if match := BY_SEED.fullmatch(query):
         options = _options(match)
