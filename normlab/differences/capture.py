@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
+from normlab.probes.forward_call import TokenMask
 from normlab.probes.layout import find_input, find_output, others, outputs_of, replaced, with_output
 from normlab.probes.passes import called, evaluating, hooked
 from normlab.probes.sites import Sites, sites, stacks
@@ -67,8 +68,12 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True)
 class Roles:
-    """Names of modules by role. `norms` and `branches` map a module's name to its kind, `wholes` that of a branch's
-    output to that of the whole branch. `mask_name` is the argument that masks the blocks' tokens."""
+    """Names of modules by role, on one batch. `norms` and `branches` map a module's name to its kind, `wholes` that of
+    a branch's output to that of the whole branch. `mask_name` is the argument that masks the blocks' tokens.
+
+    `mask` is what `record` reads of it, (batch, length), non-zero = a token. It is None where all count: a mask of
+    another shape says which tokens see which. `unknown_mask` says what may be one.
+    """
 
     blocks: tuple[str, ...] = ()
     norms: dict[str, str] = field(default_factory=dict)
@@ -76,14 +81,8 @@ class Roles:
     final_norms: tuple[str, ...] = ()
     wholes: dict[str, str] = field(default_factory=dict)
     mask_name: str | None = "attention_mask"
-
-    def mask_of(self, batch: dict[str, Any]) -> Any:
-        """The batch's mask over the tokens that the blocks see, (batch, length), or None.
-
-        A mask of another shape says which tokens see which: all count.
-        """
-        mask = None if self.mask_name is None else batch.get(self.mask_name)
-        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    mask: Tensor | None = None
+    unknown_mask: str = ""
 
 
 @dataclass
@@ -141,15 +140,21 @@ class _Reached(BaseException):
     """Ends a pass whose rest nobody reads; no `except Exception` of a model stops it."""
 
 
-def roles_of(model: nn.Module, batch: dict[str, Tensor], blocks: str | None = None) -> Roles:
-    """Find the role of each module by recording one forward pass. `blocks` is a pattern as `sites` takes it.
+def roles_of(
+    model: nn.Module, batch: dict[str, Tensor], blocks: str | None = None, mask: TokenMask = None
+) -> Roles:
+    """Find the role of each module by recording one forward pass. `blocks` is a pattern as `sites` takes it, `mask` is
+    what `record` takes.
 
     Raises NormlabError where no stack of blocks is found.
     """
     where = _stack_that_runs(model, batch) if blocks is None else sites(model, blocks)
     reached = _Reaching([block.module for block in where.blocks])
-    with torch.no_grad(), record(where, metrics=["relative_contribution"]) as recorder, reached:
+    metrics = ["relative_contribution", "rms"]  # the latter also of blocks that do not add up
+    with torch.no_grad(), record(where, metrics, masks=["all"], mask=mask) as recorder, reached:
         _called(model, batch)
+    with contextlib.suppress(NormlabError):  # too little may have run to be measured
+        recorder.stats()  # which counts the tokens
     names = {module: name for name, module in model.named_modules()}
     # Of several of a kind in a block the last is compared.
     branches = {names[[*modules][-1]]: kind for (kind, _), modules in recorder.branches.items()}
@@ -173,7 +178,10 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor], blocks: str | None = No
     wholes = {names[branch.module]: names[branch.whole] for block in where.blocks for branch in block.branches}
     # Blocks that the batch does not reach, such as Mllama's for images, hold nothing to compare.
     names_of_blocks = tuple(block.name for block in where.blocks if block.module in reached.ran or not reached.ran)
-    return Roles(names_of_blocks, norms, branches, final, wholes, recorder.mask_name)
+    given = None if recorder.latest is None else recorder.latest.attention_mask
+    given = given if isinstance(given, Tensor) and given.ndim == 2 else None
+    unknown = next((f"{place}: {why}" for place, why in recorder.absent.items() if place.startswith("padding by ")), "")
+    return Roles(names_of_blocks, norms, branches, final, wholes, recorder.mask_name, given, unknown)
 
 
 def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
@@ -274,7 +282,7 @@ def capture(
 
 def _captured(result: Capture, model: nn.Module, batch: dict[str, Any], roles: Roles, gradients: bool) -> None:
     arrived = Capture()
-    mask = roles.mask_of(batch)
+    mask = roles.mask
     with (
         _hooks(model, roles, result, mask, arrived if gradients else None),
         torch.inference_mode(False),  # whose tensors count no writes
@@ -290,6 +298,7 @@ def _captured(result: Capture, model: nn.Module, batch: dict[str, Any], roles: R
                     raise NormlabError("gradients=True needs input_ids, and parameters that are not frozen")
                 labels = batch["input_ids"][:, 1:]
                 if mask is not None:  # what padding predicts depends on the attention's implementation
+                    mask = mask.to(labels.device)
                     labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
                 flat = logits[:, :-1].flatten(0, 1)
                 functional.cross_entropy(flat, labels.flatten(), reduction="sum").backward()
@@ -429,7 +438,7 @@ def _finite_padding(output: Any, mask: Tensor | None) -> Any:
     x = find_output(output)
     if mask is None or x is None or x.shape[:2] != mask.shape or bool(x.isfinite().all()):
         return output
-    return with_output(output, x.where(mask.bool()[..., None] | x.isfinite(), 0))
+    return with_output(output, x.where(mask.bool().to(x.device)[..., None] | x.isfinite(), 0))
 
 
 def read_arrays(path: str | Path) -> dict[Site, Tensor]:

@@ -640,7 +640,7 @@ def _other_inputs(e: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
     for words, positions in choices.items():
         yield f"positions are off{words}", e.a.inputs | {"position_ids": positions}
     if e.mask is not None:
-        rest = {name: value for name, value in e.a.inputs.items() if name != "attention_mask"}
+        rest = {name: value for name, value in e.a.inputs.items() if name != e.a.roles.mask_name}
         yield "B ignores the padding mask", rest
 
 
@@ -899,6 +899,8 @@ def _sees_later(e: Evidence) -> list[str]:
     changed = ids.clone()
     changed[rows, last] = torch.where(ids[rows, last] == ids.max(), ids.min(), ids.max())
     earlier = (torch.arange(ids.shape[1], device=ids.device)[None] < last[:, None]) & mask.bool()
+    if not bool(earlier.any()):  # one token a row
+        return []
     moves = []
     for side in (e.a, e.b):
         inputs = {n: changed if isinstance(x, Tensor) and torch.equal(x, ids) else x for n, x in side.inputs.items()}

@@ -64,6 +64,13 @@ def llama() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
+def small_llama() -> nn.Module:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**shape, **SIZES)).eval()
+
+
+@pytest.fixture(scope="module")
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
     return _off_start(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, n_positions=32, **SIZES)))
@@ -284,6 +291,60 @@ def test_a_boolean_mask_is_as_good_as_one_of_numbers(llama, batch):
     _gain(spoiled)
     masked = batch | {"attention_mask": batch["attention_mask"].bool()}
     assert str(diff(llama, spoiled, masked)) == str(diff(llama, spoiled, batch))
+
+
+class _Masked(nn.Module):
+    """Makes the model's mask of one that it is given by the name `mask`."""
+
+    def __init__(self, model: nn.Module, mask: str, tokens: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.model, self.mask, self.tokens = model, mask, tokens
+
+    def forward(self, input_ids: torch.Tensor, **masks: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids, attention_mask=self.tokens(masks[self.mask]).long(), use_cache=False).logits
+
+
+def _with_padding(model: nn.Module, name: str, tokens: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:
+    """Two models that read a mask, and differ in the vectors of real tokens alone, and in those of padding alone."""
+    a = _Masked(model, name, tokens)
+    of_tokens, of_padding = copy.deepcopy(a), copy.deepcopy(a)
+    of_tokens.model.model.embed_tokens.weight.data[1:] *= 1.01
+    of_padding.model.model.embed_tokens.weight.data[0] += 1
+    return a, (of_tokens, of_padding)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "made"),
+    [
+        ("src_key_padding_mask", lambda mask: ~mask, lambda padding: padding),
+        ("attention_mask", lambda mask: mask == 0, lambda padding: torch.zeros(2, 12).masked_fill(padding, -1e4)),
+    ],
+)
+def test_masks_of_padding_are_read_as_record_reads_them(small_llama, batch, name, tokens, made):
+    padding = batch["attention_mask"] == 0
+    a, (of_tokens, of_padding) = _with_padding(small_llama, name, tokens)
+    given = {"input_ids": batch["input_ids"], name: made(padding)}
+    result = diff(a, of_tokens, given)
+    assert result.first == ("embeddings", 0) and math.isclose(result.table.difference[0], 0.01, rel_tol=1e-5)
+    assert not result.notes[:-1]  # the last one names the code
+    assert diff(a, of_padding, given).equal
+
+
+def test_a_mask_that_diff_does_not_know_is_noted_and_can_be_given(small_llama, batch):
+    a, (_, of_padding) = _with_padding(small_llama, "pad", lambda mask: mask == 1)
+    given = {"input_ids": batch["input_ids"], "pad": batch["attention_mask"]}
+    unknown = diff(a, of_padding, given)
+    assert not unknown.equal and unknown.notes[0].startswith("padding by pad: all tokens count")
+    assert "give mask='pad'" in unknown.notes[0]
+    for mask in ("pad", lambda call: call.arguments["pad"]):
+        result = diff(a, of_padding, given, mask=mask)
+        assert result.equal and not result.notes
+
+
+def test_rows_of_one_token_show_no_later_one(small_llama):
+    b = copy.deepcopy(small_llama)
+    _output(b.model.layers[1].self_attn, torch.tanh)
+    assert diff(small_llama, b, {"input_ids": torch.tensor([[7], [8]])}).verdict.startswith("parts at block 2")
 
 
 def test_bad_input_is_one_line(llama, gpt2, batch, tmp_path):
