@@ -908,8 +908,19 @@ class Call:
                 continue  # then padding has places too
             positions = given[None] if given.ndim == 1 else given.mT if self.is_given_turned else given
             if positions.shape[-2:] in ((1, rows[1]), rows):
-                return positions
+                return self._without_padding(positions, rows)
         return None
+
+    def _without_padding(self, positions: Tensor, rows: tuple[int, int]) -> Tensor:
+        """Positions that count the padding before a row's tokens, from 0 at its first real token."""
+        mask = self._mask(rows)
+        if not isinstance(mask, Tensor) or mask.shape != rows or self._is_cached or self._past(rows[1]):
+            return positions
+        order = (mask != 0).to(positions.device).cumsum(1)
+        padding = order == 0
+        in_place = (positions == torch.arange(rows[1], device=positions.device)) & ~padding
+        counts = ((positions == 0) & padding).any(-1, keepdim=True) & (in_place & (order == 1)).any(-1, keepdim=True)
+        return torch.where(counts & in_place, positions - padding.sum(1, keepdim=True), positions)
 
     def _starts(self, rows: tuple[int, int], device: torch.device) -> Tensor | None:
         """(rows, tokens per row) bool: the tokens at position 0, by the caller's positions; None without them."""

@@ -11,6 +11,8 @@ from probe_zoo import near, tiny_llama, values
 from torch import nn
 
 from normlab import (
+    NormlabConfig,
+    NormlabForCausalLM,
     angular_distance,
     attention_sinks,
     logit_lens_kl,
@@ -547,6 +549,40 @@ def test_positions_that_begin_beside_0_do_not_tell_the_first_token(begin):
     assert found == [size(model.embed(padded())[~PADDING]), None] and "do not begin at 0" in absent["mask no_first"]
     left = ((~PADDING).long().cumsum(1) - 1).masked_fill(PADDING, 1)
     assert sizes(model, padded(), (~PADDING).long(), position_ids=left)[0] == expected(model.embed(padded()))
+
+
+@pytest.mark.parametrize("way", ["all rows", "one row", "three axes", "padding at 0"])
+def test_positions_that_count_the_padding_before_a_row_tell_its_first_token(way):
+    model, mask, order = Keeping(), (~PADDING).long(), torch.arange(LENGTH)
+    shapes = {"one row": order[None], "three axes": order.expand(3, ROWS, -1), "padding at 0": order * mask}
+    positions = shapes.get(way, order.expand(ROWS, -1))
+    assert sizes(model, padded(), mask, position_ids=positions) == (expected(model.embed(padded())), {})
+    late = torch.zeros_like(PADDING)
+    late[:, :1] = True  # so that all real tokens begin at 1
+    found = sizes(model, padded(padding=late), (~late).long(), position_ids=order)
+    first = (~late).long().cumsum(1) == 1
+    assert found == (expected(model.embed(padded(padding=late)), ~late, first), {})
+
+
+def test_texts_in_a_row_that_begins_with_padding_have_their_own_first_tokens():
+    model, mask, ids = Keeping(), torch.ones(1, 8, dtype=torch.long), IDS[:2, :4].reshape(1, 8)
+    mask[:, :2] = 0
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    first = torch.tensor([[False, False, True, False, True, False, False, False]])
+    found = sizes(model, ids, mask, position_ids=positions)
+    assert found == (expected(model.embed(ids), mask.bool(), first), {})
+
+
+def test_what_is_listed_by_position_counts_from_the_first_real_token():
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = NormlabForCausalLM(NormlabConfig(scheme="bhyt", vocab_size=20, **shape)).eval()
+    tables = []
+    for given in ({}, {"position_ids": torch.arange(LENGTH).expand(ROWS, -1)}):
+        with record(model, ["carried_var_ratio"]) as rec, torch.no_grad():
+            model(input_ids=IDS, attention_mask=(~PADDING).long(), **given)
+        tables.append(rec.stats().carried_by_position().query("tokens > 0").reset_index(drop=True))
+    columns = ["layer", "mask", "position", "tokens"]
+    assert tables[0][columns].equals(tables[1][columns])
 
 
 class Crossing(PreLN):
