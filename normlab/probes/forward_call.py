@@ -414,13 +414,14 @@ class CallInputs:
                 self._take_known(module, arguments)
                 self.has_decoder = holds_decoder  # of a wrapper that takes any arguments, or names of its own
             return
-        self.arguments = {name: arguments[name] for name in arguments if name in present} | self.arguments
-        self._count_past()
+        self.take({name: arguments[name] for name in arguments if name in present} | self.arguments)
         if are_named and any(isinstance(value, Tensor) for value in arguments.values()):
             self.has_arguments = True
             self.has_decoder = holds_decoder
 
-    def _count_past(self) -> None:
+    def take(self, arguments: dict[str, Any]) -> None:
+        """Take these for the call's arguments, and count the tokens in a cache among them."""
+        self.arguments = arguments
         counts = [_cached_tokens(self.arguments[name]) for name in _CACHES if name in self.arguments]
         self.past = max((count for count in counts if count is not None), default=0)
         self.knows_past = self.past > 0 or None not in counts
@@ -992,6 +993,16 @@ class Call:
         if starts is None and not self.inputs.knows_past and self._start(layout.rows[1]) is None:
             return "the cache does not say how many tokens it holds: give it __len__, or call with position_ids"
         return ""
+
+    def known_firsts(self, rows: tuple[int, int], device: torch.device) -> tuple[Tensor | None, int]:
+        """(rows, tokens per row) bool: the tokens at position 0, None without positions; and how many came before.
+
+        Raises `NormlabError` where the first tokens are not known.
+        """
+        starts = self._starts(rows, device)
+        if why := self._untold_firsts(Layout(rows), starts):
+            raise NormlabError(why)
+        return starts, self._past(rows[1])
 
     def masks(self, device: torch.device, tokens: tuple[int, ...]) -> Tensor | None:
         """(masks, tokens) bool: which tokens of an activation of this shape count; None with the reason in `absent`."""

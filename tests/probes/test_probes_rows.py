@@ -585,6 +585,35 @@ def test_what_is_listed_by_position_counts_from_the_first_real_token():
     assert tables[0][columns].equals(tables[1][columns])
 
 
+@pytest.mark.parametrize("way", ["packed", "padded", "goes on"])
+def test_an_experiment_leaves_out_the_first_tokens_that_a_recording_leaves_out(way):
+    model = Keeping()
+    batch = {"input_ids": IDS, "position_ids": (torch.arange(LENGTH) % 4).expand(ROWS, -1)}
+    if way == "padded":
+        positions = torch.arange(LENGTH).expand(ROWS, -1)
+        batch = {"input_ids": padded(), "attention_mask": (~PADDING).long(), "position_ids": positions}
+    elif way == "goes on":
+        batch = {"input_ids": IDS, "input_pos": LENGTH + torch.arange(LENGTH)}
+    with record(model, ["block_influence"]) as rec, torch.no_grad():
+        model(**batch)
+    angle = angular_distance(model, [batch], tokens="no_first", progress=False).loc[0, 1]
+    counted = rec.stats().to_pandas(errors=True).query("layer == 1").set_index("mask")["tokens"]
+    real = batch.get("attention_mask", torch.ones_like(IDS)) != 0
+    firsts = {"packed": batch.get("position_ids") == 0, "padded": FIRST, "goes on": torch.zeros_like(real)}[way]
+    kept = real & ~firsts
+    before = model.embed(batch["input_ids"])
+    after = model.body.layers[0](before)
+    angles = (torch.nn.functional.cosine_similarity(before, after, -1).arccos() / torch.pi).detach()
+    assert counted["no_first"] == kept.sum() and angle == pytest.approx(float(angles[kept].mean()), rel=1e-4)
+
+
+def test_an_experiment_refuses_first_tokens_that_are_not_known():
+    batch = {"input_ids": IDS, "position_ids": (2 + torch.arange(LENGTH)).expand(ROWS, -1)}
+    with pytest.raises(NormlabError, match="do not begin at 0"):
+        angular_distance(Keeping(), [batch], tokens="no_first", progress=False)
+    assert angular_distance(Keeping(), [batch], progress=False).shape == (3, 3)
+
+
 class Crossing(PreLN):
     """A decoder's block: it is handed what the encoder returned."""
 
