@@ -179,7 +179,8 @@ _ROWS = (
            "gradient norm of the batch", "nats", *SIZE, "block_in_grad", "gradient", "grad_l2", "norm"),
     Metric("relative_contribution",
            "mean over tokens of ‖attn‖/‖h‖, ‖mlp‖/‖h+attn‖, ‖attn+mlp‖/‖h‖ (sites attn, mlp, block), "
-           "after an output norm where there is one",
+           "after an output norm where there is one; h is what they are added to, in DeepNorm scaled, in MiniMax "
+           "normalized",
            "relative contribution", "", *SIZE, "block", "branch", "ratio", "mean"),
     Metric("update_cosine",
            "mean over tokens of cos(attn, h), cos(mlp, h+attn), cos(h_l, h_{l-1}) (sites attn, mlp, block)",
