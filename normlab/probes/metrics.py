@@ -189,7 +189,9 @@ _ROWS = (
            "block influence", "", *AMOUNT, "block", "change", "change", "mean"),
     Metric("attention_logit_max", "largest pre-softmax attention score over heads, queries and keys",
            "largest attention score", "", *AMOUNT, "attn", "attention", "logit_max", "max"),
-    Metric("attention_entropy", "mean over queries and heads of the entropy of an attention row, in nats",
+    Metric("attention_entropy",
+           "mean over queries and heads of the entropy of an attention row, in nats; over the keys: a learned sink is "
+           "left out, and the rest adds up to 1",
            "entropy of attention", "nats", *AMOUNT, "attn", "attention", "entropy", "mean"),
     Metric("sink_share", "mean over queries and heads of the share of attention that a learned sink takes",
            "share of a learned sink", "", *AMOUNT, "attn", "sink", "sink_share", "mean"),
