@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
-from normlab.probes.forward_call import TokenMask
+from normlab.probes.forward_call import Call, TokenMask
 from normlab.probes.layout import find_input, find_output, others, outputs_of, replaced, with_output
 from normlab.probes.passes import called, evaluating, hooked
 from normlab.probes.sites import Sites, sites, stacks
@@ -69,10 +69,10 @@ class Site(NamedTuple):
 @dataclass(frozen=True)
 class Roles:
     """Names of modules by role, on one batch. `norms` and `branches` map a module's name to its kind, `wholes` that of
-    a branch's output to that of the whole branch. `mask_name` is the argument that masks the blocks' tokens.
+    a branch's output to that of the whole branch. `mask_name` is the model's argument that masks padding, if any.
 
-    `mask` is what `record` reads of it, (batch, length), non-zero = a token. It is None where all count: a mask of
-    another shape says which tokens see which. `unknown_mask` says what may be one.
+    `mask` is what `record` reads of it, of the shape of the tokens that the blocks hold, non-zero = a token; None where
+    all count. `notes` say why all do, or what may be a mask.
     """
 
     blocks: tuple[str, ...] = ()
@@ -80,9 +80,9 @@ class Roles:
     branches: dict[str, str] = field(default_factory=dict)
     final_norms: tuple[str, ...] = ()
     wholes: dict[str, str] = field(default_factory=dict)
-    mask_name: str | None = "attention_mask"
+    mask_name: str | None = None
     mask: Tensor | None = None
-    unknown_mask: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -141,20 +141,21 @@ class _Reached(BaseException):
 
 
 def roles_of(
-    model: nn.Module, batch: dict[str, Tensor], blocks: str | None = None, mask: TokenMask = None
+    model: nn.Module,
+    batch: dict[str, Any],
+    blocks: str | None = None,
+    mask: TokenMask = None,
+    given: Mapping[str, Any] | None = None,
 ) -> Roles:
     """Find the role of each module by recording one forward pass. `blocks` is a pattern as `sites` takes it, `mask` is
-    what `record` takes.
+    what `record` takes. `given` is what the caller gave, of which `batch` is the part that the model takes.
 
-    Raises NormlabError where no stack of blocks is found.
+    Raises NormlabError where no stack of blocks is found, and for a `mask` that is none.
     """
     where = _stack_that_runs(model, batch) if blocks is None else sites(model, blocks)
     reached = _Reaching([block.module for block in where.blocks])
-    metrics = ["relative_contribution", "rms"]  # the latter also of blocks that do not add up
-    with torch.no_grad(), record(where, metrics, masks=["all"], mask=mask) as recorder, reached:
+    with torch.no_grad(), record(where, metrics=["relative_contribution"], masks=["all"]) as recorder, reached:
         _called(model, batch)
-    with contextlib.suppress(NormlabError):  # too little may have run to be measured
-        recorder.stats()  # which counts the tokens
     names = {module: name for name, module in model.named_modules()}
     # Of several of a kind in a block the last is compared.
     branches = {names[[*modules][-1]]: kind for (kind, _), modules in recorder.branches.items()}
@@ -178,10 +179,59 @@ def roles_of(
     wholes = {names[branch.module]: names[branch.whole] for block in where.blocks for branch in block.branches}
     # Blocks that the batch does not reach, such as Mllama's for images, hold nothing to compare.
     names_of_blocks = tuple(block.name for block in where.blocks if block.module in reached.ran or not reached.ran)
-    given = None if recorder.latest is None else recorder.latest.attention_mask
-    given = given if isinstance(given, Tensor) and given.ndim == 2 else None
-    unknown = next((f"{place}: {why}" for place, why in recorder.absent.items() if place.startswith("padding by ")), "")
-    return Roles(names_of_blocks, norms, branches, final, wholes, recorder.mask_name, given, unknown)
+    roles = Roles(names_of_blocks, norms, branches, final, wholes)
+    return _with_mask(roles, recorder.latest or Call(["all"]), batch, given or batch, mask)
+
+
+def _with_mask(
+    roles: Roles, latest: Call, batch: Mapping[str, Any], given: Mapping[str, Any], mask: TokenMask
+) -> Roles:
+    """Roles with the mask of all that is given, of which the model may take a part; of several texts the first's."""
+    call = (latest.earlier or [latest])[0]
+    call.look_for_mask(given, mask)
+    found = _found(call, given, mask)
+    named = found if callable(mask) else call.inputs.arguments.get(call.mask_name or "")
+    name = next((n for n, x in batch.items() if x is not None and x is named), None)
+    if name is None and callable(mask) and isinstance(found, Tensor):
+        name = next((n for n, x in batch.items() if isinstance(x, Tensor) and _is_like(x, found)), None)
+    read, notes = found, []
+    if found is None:
+        call.counted_as_held()  # which notes what may be a mask
+        if mask is None:
+            notes = [f"{place}: {why}" for place, why in call.absent.items() if place.startswith("padding by ")]
+        elif not call.inputs.is_text:
+            notes = ["all tokens are compared: the blocks hold no text, whose padding mask= tells"]
+    elif not call.is_by_row or not isinstance(found, Tensor) or found.ndim != 2:
+        read = call.counted_as_held() if isinstance(found, Tensor) else None
+        if read is None:
+            notes = [f"all tokens are compared: {name or 'the mask'} does not tell which are padding"]
+    if read is not None and latest.earlier:
+        notes = ["the blocks run on several texts, and the mask of the first counts for all: compare them one by one"]
+    return replace(roles, mask_name=name, mask=read, notes=tuple(notes))
+
+
+def _found(call: Call, given: Mapping[str, Any], mask: TokenMask) -> Any:
+    """The call's mask as `record` reads it. Raises NormlabError where what the caller says of it is none."""
+    if isinstance(mask, str) and mask not in given and mask not in call.inputs.arguments:
+        names = ", ".join(name for name, x in call.inputs.arguments.items() if isinstance(x, Tensor))
+        raise NormlabError(f"mask={mask!r} names nothing that is given: choose from {names}")
+    try:
+        found = call.attention_mask
+    except Exception as error:
+        if not callable(mask):
+            raise
+        raise NormlabError(f"the function given as mask fails: {in_one_line(error)}") from error
+    if mask is not None and not isinstance(found, Tensor | None):
+        raise NormlabError(f"mask gives {found!r:.60}: it must give a tensor, or None where all tokens count")
+    return found
+
+
+def _is_like(x: Tensor, mask: Tensor) -> bool:
+    """True if `x` has two values, one at padding and one at tokens."""
+    if x.shape != mask.shape or len(x.unique()) != 2:
+        return False
+    padding = (mask == 0).to(x.device)
+    return torch.equal(x == 0, padding) or torch.equal(x == 0, ~padding)
 
 
 def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:

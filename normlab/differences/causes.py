@@ -639,7 +639,7 @@ def _other_inputs(e: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
     choices[": all are 0, as without a rotary embedding"] = torch.zeros(rows, length, dtype=torch.long, device=device)
     for words, positions in choices.items():
         yield f"positions are off{words}", e.a.inputs | {"position_ids": positions}
-    if e.mask is not None:
+    if e.mask is not None and e.a.roles.mask_name is not None:
         rest = {name: value for name, value in e.a.inputs.items() if name != e.a.roles.mask_name}
         yield "B ignores the padding mask", rest
 

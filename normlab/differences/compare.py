@@ -27,7 +27,6 @@ from normlab.differences.capture import (
     FINAL,
     LOGITS,
     Capture,
-    Roles,
     Site,
     capture,
     counted,
@@ -90,12 +89,14 @@ def diff(
         a: any model that `record` measures; the reference.
         b: another model with the same stream, or a file of arrays that one wrote (`read_arrays`).
         batch: what both are called with, such as `input_ids` and `attention_mask`, each (batch, length). Padding is not
-            compared; masks are read as `record` reads them.
+            compared; masks are read as `record` reads them, and count where one of the two takes them. A note says
+            where one does not tell padding, so that all tokens are compared.
         blocks: a pattern over module names such as "layers.*", where structure does not show the blocks (`sites`).
         gradients: also compare the gradients that arrive at the blocks' inputs.
         dtype: in which the arrays of a file were computed; default: the coarser of theirs and the model's.
         mask: what masks padding, where it has no known name, as `record` takes it: the name of an argument, or a
-            function of the `CallInputs` of `a`. Without it all tokens are compared, and a note names what may be one.
+            function of the `CallInputs` of `a`, with all of `batch` among its arguments. Without it all tokens are
+            compared, and a note names what may be one.
 
     The difference of a site is the root mean square over tokens of |x_a - x_b| / |x_a|. Its noise is the same between a
     float32 and a float64 copy of `a`. Memory: copies of both models in float64, and of `a` in float32
@@ -103,7 +104,7 @@ def diff(
 
     Raises:
         NormlabError: no stack of blocks was found; depths differ; no site is in both; a model does not run on the
-            batch.
+            batch; `mask` names nothing, or is a function that fails or gives no tensor.
     """
     if not hasattr(batch, "items"):
         raise NormlabError("batch must be a dict of the models' arguments, such as {'input_ids': ...}")
@@ -128,7 +129,7 @@ def _diff_models(
 ) -> Difference:
     models = (a, b)
     inputs = [_accepted(model, batch) for model in models]
-    roles = [roles_of(a, inputs[0], blocks, given_by)] * 2
+    roles = [roles_of(a, inputs[0], blocks, given_by, batch)] * 2
     mask = roles[0].mask
     if [name for name, _ in a.named_modules()] != [name for name, _ in b.named_modules()]:
         roles[1] = replace(roles_of(b, inputs[1], blocks), mask=mask)
@@ -151,7 +152,7 @@ def _diff_models(
         return run(i, dtype).tensors
 
     single = tensors(0, torch.float32)
-    notes = [*_unknown_mask(roles[0]), *_unequal_buffers(a, b)]
+    notes = [*roles[0].notes, *_unequal_buffers(a, b)]
     others = [name for name, found in stacks_of(a).items() if roles[0].blocks[0] not in found]
     notes += [f"{name} is not compared: what differs there shows where it reaches these blocks" for name in others]
     try:
@@ -249,11 +250,6 @@ def _code_of(side: Side, site: Site) -> str:
         return words
 
 
-def _unknown_mask(roles: Roles) -> list[str]:
-    """A sentence on what may be a mask of padding, and is not known for one."""
-    return [roles.unknown_mask] if roles.unknown_mask else []
-
-
 def _first(rows: list[Row]) -> Site | None:
     return next((row.site for row in rows if row.parts), None)
 
@@ -267,7 +263,7 @@ def _diff_arrays(
     given_by: TokenMask,
 ) -> Difference:
     inputs = _accepted(a, batch)
-    roles = roles_of(a, inputs, blocks, given_by)
+    roles = roles_of(a, inputs, blocks, given_by, batch)
     exact = _rounded(a, _dtype(a), torch.float64)
     given = _in_dtype(inputs, torch.float64)
     in_a = capture(exact, given, roles)
@@ -289,7 +285,7 @@ def _diff_arrays(
         "The difference is between the first model in float64 and the arrays, "
         f"the noise between the first model in {_name(computed)} and in float64."
     )
-    return replace(_result(rows, first, causes, depth, _unknown_mask(roles)), compared=compared)
+    return replace(_result(rows, first, causes, depth, list(roles.notes)), compared=compared)
 
 
 def _rounding_rows(

@@ -1035,6 +1035,25 @@ class Call:
                     "token, or a function of the call"
                 )
 
+    def look_for_mask(self, given: Mapping[str, Any], mask: TokenMask) -> None:
+        """Look for the mask in all that the caller gave, of which the model may have taken a part."""
+        self.inputs.arguments = {n: x for n, x in given.items() if x is not None} | self.inputs.arguments
+        self.inputs.mask = mask
+        self._masks = {}
+
+    @property
+    def is_by_row(self) -> bool:
+        """True if the blocks and the caller hold (batch, length), as far as PyTorch's attention tells."""
+        return not self.length_first and not self.is_untold and self.is_given_turned is False
+
+    def counted_as_held(self) -> Tensor | None:
+        """bool: which tokens count, in the two dimensions of what the first block reads. None if that is not told, or
+        if these are turned and equal: what the model returns may not be, and its shape does not tell it."""
+        held = self._held
+        masks = self.masks(torch.device("cpu"), held) if held else None
+        is_square = len(held) == 2 and held[0] == held[1]
+        return None if masks is None or len(held) != 2 or (self.length_first and is_square) else masks[0].view(held)
+
     def counts_first_tokens(self, device: torch.device, tokens: tuple[int, ...]) -> bool:
         """True if the masks differ in the first real token of each row, if at all."""
         layout = self.layout(tokens)

@@ -341,6 +341,119 @@ def test_a_mask_that_diff_does_not_know_is_noted_and_can_be_given(small_llama, b
         assert result.equal and not result.notes
 
 
+class _TokensAlone(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids, use_cache=False).logits
+
+
+def test_a_mask_counts_that_one_of_the_models_takes(small_llama, batch):
+    a = _TokensAlone(small_llama)
+    b = copy.deepcopy(small_llama)
+    b.model.embed_tokens.weight.data[0] += 1
+    padding = batch["attention_mask"] == 0
+    last = {"input_ids": batch["input_ids"].flip(1), "attention_mask": batch["attention_mask"].flip(1)}
+    assert diff(a, b, last).equal
+    assert diff(small_llama, _TokensAlone(b), last, mask=lambda call: call.arguments["attention_mask"]).equal
+    given = {"input_ids": last["input_ids"], "src_key_padding_mask": padding.flip(1)}
+    assert diff(a, _TokensAlone(b), given).equal
+    unknown = diff(a, _TokensAlone(b), {"input_ids": last["input_ids"], "pad": last["attention_mask"]})
+    assert not unknown.equal and "give mask='pad'" in unknown.notes[0]
+
+
+class _OfTwo(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask, second_ids, second_mask):
+        first, second = (
+            self.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state * mask[..., None]
+            for ids, mask in ((input_ids, attention_mask), (second_ids, second_mask))
+        )
+        return first.sum(1) + second.sum(1)
+
+
+@pytest.mark.parametrize(("length", "mask"), [(12, None), (8, lambda call: call.arguments["attention_mask"])])
+def test_of_several_texts_the_first_ones_mask_counts_and_a_note_says_so(small_llama, batch, length, mask):
+    a = _OfTwo(small_llama.model)
+    b = copy.deepcopy(a)
+    b.model.embed_tokens.weight.data[0] += 1
+    second = torch.randint(1, 64, (2, length))
+    given = {k: batch[k] for k in ("input_ids", "attention_mask")}
+    result = diff(a, b, given | {"second_ids": second, "second_mask": torch.ones_like(second)}, mask=mask)
+    assert result.equal and result.notes[0].startswith("the blocks run on several texts")
+
+
+def test_masks_of_four_dimensions_are_read_and_those_that_tell_nothing_are_noted(small_llama, batch):
+    b = copy.deepcopy(small_llama)
+    b.model.embed_tokens.weight.data[0] += 1
+    sees = torch.ones(12, 12).tril().bool() & (batch["attention_mask"] != 0)[:, None, None]
+    given = {"input_ids": batch["input_ids"], "attention_mask": torch.zeros(sees.shape).masked_fill(~sees, -1e9)}
+    result = diff(small_llama, b, given)
+    assert result.equal and not result.notes
+    result = diff(small_llama, b, batch, mask=lambda call: torch.ones(2, 3, 4, 5))
+    assert not result.equal and result.notes[0].startswith("all tokens are compared")
+
+
+class _LengthFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, input_ids, src_key_padding_mask=None):
+        return self.encoder(self.embed(input_ids), src_key_padding_mask=src_key_padding_mask)
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_padding_beside_tokens_of_length_and_batch_is_left_out_or_a_note_says_that_it_counts(rows):
+    a = _LengthFirst().eval()
+    of_padding, of_tokens = copy.deepcopy(a), copy.deepcopy(a)
+    of_padding.embed.weight.data[0] += 1
+    of_tokens.embed.weight.data[1:] *= 1.01
+    padding = torch.zeros(rows, 6, dtype=torch.bool)
+    padding[0, 2:] = padding[1, 3:] = True
+    ids = torch.randint(1, 64, (rows, 6)).masked_fill(padding, 0).T.contiguous()
+    given = {"input_ids": ids, "src_key_padding_mask": padding}
+    result = diff(a, of_tokens, given)
+    assert result.first == ("embeddings", 0)
+    result = diff(a, of_padding, given)
+    if rows == 6:
+        assert not result.equal and result.notes[0].startswith("all tokens are compared: src_key_padding_mask")
+    else:
+        assert result.equal and not result.notes
+
+
+@pytest.mark.parametrize(
+    ("mask", "why"),
+    [
+        ("typo", "mask='typo' names nothing that is given: choose from input_ids"),
+        (lambda call: call.arguments["pad"], "the function given as mask fails: KeyError: 'pad'"),
+        (lambda call: [[1]], r"mask gives \[\[1\]\]: it must give a tensor"),
+    ],
+)
+def test_a_mask_that_nothing_answers_to_is_refused(small_llama, batch, mask, why):
+    with pytest.raises(NormlabError, match=why):
+        diff(small_llama, small_llama, batch, mask=mask)
+
+
+class _OwnName(_TokensAlone):
+    def forward(self, input_ids: torch.Tensor, pad: torch.Tensor | None = None) -> torch.Tensor:
+        return self.model(input_ids, attention_mask=pad, use_cache=False).logits
+
+
+@pytest.mark.parametrize("mask", ["pad", lambda call: call.arguments["pad"] != 0])
+def test_a_mask_that_b_ignores_is_named_however_it_is_given(small_llama, batch, mask):
+    a, b = _OwnName(small_llama), _TokensAlone(copy.deepcopy(small_llama))
+    given = {"input_ids": batch["input_ids"], "pad": batch["attention_mask"]}
+    assert "B ignores the padding mask" in str(diff(a, b, given, mask=mask))
+
+
 def test_rows_of_one_token_show_no_later_one(small_llama):
     b = copy.deepcopy(small_llama)
     _output(b.model.layers[1].self_attn, torch.tanh)
