@@ -355,7 +355,8 @@ class Runner:
         """The call of this stack on a batch."""
         call = Call(())
         call.inputs.take({name: value for name, value in self._known(batch).items() if value is not None})
-        call.inputs.mask, call.is_given_turned = self.sites.mask, self._is_given_turned
+        call.inputs.mask = self.sites.mask or self._mask_name
+        call.is_given_turned = self._is_given_turned
         call.inputs.has_decoder = self._coder is not None
         call.crosses = any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
         return call

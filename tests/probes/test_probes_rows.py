@@ -636,6 +636,24 @@ class Translator(nn.Module):
         return h
 
 
+class SourceAndTarget(Translator):
+    """PyTorch's names: each text has a mask of its own."""
+
+    def forward(self, src, tgt, src_key_padding_mask, tgt_key_padding_mask, position_ids):
+        return super().forward(src, tgt, None, None)
+
+
+def test_an_experiment_on_a_decoder_leaves_out_its_own_padding_and_first_tokens():
+    where = stacks(SourceAndTarget())["decoder"]
+    batch = {"src": IDS, "tgt": padded(), "src_key_padding_mask": PADDING & False, "tgt_key_padding_mask": PADDING}
+    batch["position_ids"] = torch.arange(LENGTH).expand(ROWS, -1)
+    angle = angular_distance(where, [batch], tokens="no_first", progress=False).loc[0, 1]
+    before = where.model.embed(padded())
+    after = where.model.decoder[0](before, None)
+    angles = (torch.nn.functional.cosine_similarity(before, after, -1).arccos() / torch.pi).detach()
+    assert angle == pytest.approx(float(angles[~PADDING & ~FIRST].mean()), rel=1e-4)
+
+
 class TurnedInside(nn.Module):
     """Attention over (length, batch, width) in a block of (batch, length, width)."""
 
