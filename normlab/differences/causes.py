@@ -891,7 +891,7 @@ def _swap_gate_and_up(block: nn.Module) -> bool:
 def _sees_later(e: Evidence) -> list[str]:
     """Change each row's last token: outputs at earlier tokens move in a model without a causal mask."""
     ids = e.a.inputs.get("input_ids")
-    if not e.b.inputs or ids is None:
+    if not e.b.inputs or ids is None or ids.ndim != 2 or (e.mask is not None and e.mask.shape != ids.shape):
         return []
     mask = torch.ones_like(ids) if e.mask is None else e.mask.to(ids)
     last = mask.shape[1] - 1 - mask.flip(1).argmax(1)

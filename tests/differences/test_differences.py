@@ -410,6 +410,14 @@ class _LengthFirst(nn.Module):
         return self.encoder(self.embed(input_ids), src_key_padding_mask=src_key_padding_mask)
 
 
+def test_one_text_without_a_batch_is_compared():
+    a = _LengthFirst().eval()
+    b = copy.deepcopy(a)
+    _output(b.encoder.layers[1].self_attn, torch.tanh)
+    given = {"input_ids": torch.arange(6), "src_key_padding_mask": torch.arange(6) > 4}
+    assert diff(a, b, given).verdict.startswith("parts at block 2")
+
+
 @pytest.mark.parametrize("rows", [3, 6])
 def test_padding_beside_tokens_of_length_and_batch_is_left_out_or_a_note_says_that_it_counts(rows):
     a = _LengthFirst().eval()
@@ -497,6 +505,10 @@ def test_an_encoders_padding_is_not_the_decoders(batch):
     found = diff(a, b, batch | {"decoder_input_ids": batch["input_ids"][:, :7]})
     assert found.first.layer == 2 and found.table["difference"].notna().all()
     assert any(note.startswith("encoder.block is not compared") for note in found.notes)
+    b.decoder.block[1].layer[2].DenseReluDense.wo.weight.data /= 1.3
+    _output(b.decoder.block[1].layer[0].SelfAttention, torch.tanh)
+    decoded = {f"decoder_{name}": x[:, :7] for name, x in batch.items()}
+    assert diff(a, b, batch | decoded).verdict.startswith("parts at block 2, attention")
 
 
 def test_gradients_of_what_has_none_are_one_line(llama, batch):
