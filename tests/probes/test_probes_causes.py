@@ -7,7 +7,7 @@ from probe_zoo import values
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes import METRICS, record, sites
+from normlab.probes import METRICS, record, sites, statistics
 from normlab.probes.sites import stacks
 
 TOKENS = 6
@@ -90,6 +90,14 @@ def test_a_block_and_its_branches_are_set_against_one_stream_where_a_norm_is_bet
     attn, mlp = block.attn(first), block.mlp(second)
     assert_contributions(found, attn=(attn, 2.5 * first), mlp=(mlp, 2.5 * second), block=(attn + mlp, 2.5 * first))
     assert not absent
+
+
+@pytest.mark.parametrize("metrics", [BRANCHES, ["block_influence"]])
+def test_the_size_of_what_a_block_reads_is_computed_once(monkeypatch, metrics):
+    streams, own = [], statistics.block_statistics
+    monkeypatch.setattr(statistics, "block_statistics", lambda *args: streams.append(args[3]) or own(*args))
+    measured(Stack(PreLN, PreLN), metrics, X)
+    assert streams == [None, None]
 
 
 def test_a_block_that_does_not_add_up_has_no_branch_rows_and_the_manifest_says_why():
