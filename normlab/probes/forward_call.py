@@ -647,6 +647,8 @@ class Call:
         self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why
         self._masks: dict[tuple[torch.device, tuple[int, ...]], Tensor | None] = {}
+        # The caller's positions, and the same without padding, by (rows, tokens per row) and whether these are turned.
+        self._counted: dict[tuple[tuple[int, int], bool | None], tuple[Tensor, Tensor]] = {}
         self._held: tuple[int, ...] = ()  # the dimensions before the features of what the first block reads
         self._turned: bool | None = None  # the blocks hold (length, batch); None: they do not tell
         self.length_first: bool | None = None  # so they do, as PyTorch's attention has shown; None: it has not
@@ -909,7 +911,10 @@ class Call:
                 continue  # then padding has places too
             positions = given[None] if given.ndim == 1 else given.mT if self.is_given_turned else given
             if positions.shape[-2:] in ((1, rows[1]), rows):
-                return self._without_padding(positions, rows)
+                key = rows, self.is_given_turned
+                if key not in self._counted or self._counted[key][0] is not given:
+                    self._counted[key] = given, self._without_padding(positions, rows)
+                return self._counted[key][1]
         return None
 
     def _without_padding(self, positions: Tensor, rows: tuple[int, int]) -> Tensor:
@@ -1039,7 +1044,7 @@ class Call:
         """Look for the mask in all that the caller gave, of which the model may have taken a part."""
         self.inputs.arguments = {n: x for n, x in given.items() if x is not None} | self.inputs.arguments
         self.inputs.mask = mask
-        self._masks = {}
+        self._masks, self._counted = {}, {}
 
     @property
     def is_by_row(self) -> bool:

@@ -23,6 +23,7 @@ from normlab import (
 )
 from normlab.errors import NormlabError
 from normlab.probes import record, sites
+from normlab.probes.forward_call import Call
 from normlab.probes.sites import stacks
 
 ROWS, LENGTH = 3, 6
@@ -562,6 +563,14 @@ def test_positions_that_count_the_padding_before_a_row_tell_its_first_token(way)
     found = sizes(model, padded(padding=late), (~late).long(), position_ids=order)
     first = (~late).long().cumsum(1) == 1
     assert found == (expected(model.embed(padded(padding=late)), ~late, first), {})
+
+
+def test_where_a_row_begins_is_looked_for_once_a_call(monkeypatch):
+    looks, own = [], Call._without_padding
+    monkeypatch.setattr(Call, "_without_padding", lambda *args: looks.append(1) or own(*args))
+    given = {"attention_mask": (~PADDING).long(), "position_ids": torch.arange(LENGTH).expand(ROWS, -1)}
+    sizes(tiny_llama(), input_ids=padded(), **given)
+    assert len(looks) == 1
 
 
 def test_texts_in_a_row_that_begins_with_padding_have_their_own_first_tokens():
