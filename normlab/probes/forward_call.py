@@ -920,7 +920,7 @@ class Call:
     def _without_padding(self, positions: Tensor, rows: tuple[int, int]) -> Tensor:
         """Positions that count the padding before a row's tokens, from 0 at its first real token."""
         mask = self._mask(rows)
-        if not isinstance(mask, Tensor) or mask.shape != rows or self._is_cached or self._past(rows[1]):
+        if not isinstance(mask, Tensor) or mask.shape != rows or self._past(rows[1]) or not self.inputs.knows_past:
             return positions
         order = (mask != 0).to(positions.device).cumsum(1)
         padding = order == 0

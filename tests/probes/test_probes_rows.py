@@ -9,6 +9,7 @@ import torch
 from probe_toys import WIDTH, PreLN, Stack, X, size
 from probe_zoo import near, tiny_llama, values
 from torch import nn
+from transformers import DynamicCache
 
 from normlab import (
     NormlabConfig,
@@ -563,6 +564,16 @@ def test_positions_that_count_the_padding_before_a_row_tell_its_first_token(way)
     found = sizes(model, padded(padding=late), (~late).long(), position_ids=order)
     first = (~late).long().cumsum(1) == 1
     assert found == (expected(model.embed(padded(padding=late)), ~late, first), {})
+
+
+def test_an_empty_cache_is_as_none():
+    order, caches = torch.arange(LENGTH).expand(ROWS, -1), [DynamicCache(), DynamicCache()]
+    caches[1].update(*torch.zeros(2, ROWS, 1, 4, 2), 0)  # holds what is before
+    empty, full = (
+        sizes(Keeping(), padded(), (~PADDING).long(), position_ids=order, past_key_values=cache)[0] for cache in caches
+    )
+    vectors = Keeping().embed(padded())
+    assert empty == expected(vectors) and full == expected(vectors, first=order == 0)
 
 
 def test_where_a_row_begins_is_looked_for_once_a_call(monkeypatch):
