@@ -259,16 +259,16 @@ _ROWS = (
     Metric("parameter_rms", "root mean square of a parameter; the site is its name within the block",
            "size of a parameter", "", *SIZE, "model", "model"),
     Metric("update_ratio",
-           "‖update‖ of Adam, with Adam's weight decay, which is in its gradient, and without AdamW's, over "
+           "‖update‖ of Adam, with a weight decay that is in its gradient, without a decoupled one, as AdamW's, over "
            "‖parameters‖ of a block; at a matrix's name: ‖its change in a step‖ over ‖it before‖",
            "update over weights", "", *SIZE, "model", "model"),
     Metric("first_moment",
-           "root mean square of Adam's first moment in a block, corrected for its start; with Adam's weight decay, "
-           "without AdamW's",
+           "root mean square of Adam's first moment in a block, corrected for its start; with a weight decay that "
+           "is in its gradient, without a decoupled one, as AdamW's",
            "size of the first moment", "", *SIZE, "model", "model"),
     Metric("second_moment",
-           "root of the mean of Adam's second moment in a block, corrected for its start; with Adam's weight decay, "
-           "without AdamW's",
+           "root of the mean of Adam's second moment in a block, corrected for its start; with a weight decay that "
+           "is in its gradient, without a decoupled one, as AdamW's",
            "root of the second moment", "", *SIZE, "model", "model"),
     Metric("parameter_mean", "mean of a gain, lambda, alpha or scale; the site is its name within the block",
            "mean of a gain", "", *AMOUNT, "model", "model"),
