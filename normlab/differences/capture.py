@@ -11,7 +11,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
+from normlab.probes.forward_call import Call, TokenMask
 from normlab.probes.layout import find_input, find_output, others, outputs_of, replaced, with_output
 from normlab.probes.passes import called, evaluating, hooked
 from normlab.probes.sites import Sites, sites, stacks
@@ -68,23 +69,21 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True)
 class Roles:
-    """Names of modules by role. `norms` and `branches` map a module's name to its kind, `wholes` that of a branch's
-    output to that of the whole branch. `mask_name` is the argument that masks the blocks' tokens."""
+    """Names of modules by role, on one batch. `norms` and `branches` map a module's name to its kind, `wholes` that of
+    a branch's output to that of the whole branch. `mask_name` is the model's argument that masks padding, if any.
+
+    `mask` is what `record` reads of it, of the shape of the tokens that the blocks hold, non-zero = a token; None where
+    all count. `notes` say why all do, or what may be a mask.
+    """
 
     blocks: tuple[str, ...] = ()
     norms: dict[str, str] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     final_norms: tuple[str, ...] = ()
     wholes: dict[str, str] = field(default_factory=dict)
-    mask_name: str | None = "attention_mask"
-
-    def mask_of(self, batch: dict[str, Any]) -> Any:
-        """The batch's mask over the tokens that the blocks see, (batch, length), or None.
-
-        A mask of another shape says which tokens see which: all count.
-        """
-        mask = None if self.mask_name is None else batch.get(self.mask_name)
-        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    mask_name: str | None = None
+    mask: Tensor | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -142,14 +141,21 @@ class _Reached(BaseException):
     """Ends a pass whose rest nobody reads; no `except Exception` of a model stops it."""
 
 
-def roles_of(model: nn.Module, batch: dict[str, Tensor], blocks: str | None = None) -> Roles:
-    """Find the role of each module by recording one forward pass. `blocks` is a pattern as `sites` takes it.
+def roles_of(
+    model: nn.Module,
+    batch: dict[str, Any],
+    blocks: str | None = None,
+    mask: TokenMask = None,
+    given: Mapping[str, Any] | None = None,
+) -> Roles:
+    """Find the role of each module by recording one forward pass. `blocks` is a pattern as `sites` takes it, `mask` is
+    what `record` takes. `given` is what the caller gave, of which `batch` is the part that the model takes.
 
-    Raises NormlabError where no stack of blocks is found.
+    Raises NormlabError where no stack of blocks is found, and for a `mask` that is none.
     """
     where = _stack_that_runs(model, batch) if blocks is None else sites(model, blocks)
     reached = _Reaching([block.module for block in where.blocks])
-    with torch.no_grad(), record(where, metrics=["relative_contribution"]) as recorder, reached:
+    with torch.no_grad(), record(where, metrics=["relative_contribution"], masks=["all"]) as recorder, reached:
         _called(model, batch)
     names = {module: name for name, module in model.named_modules()}
     # Of several of a kind in a block the last is compared.
@@ -174,7 +180,59 @@ def roles_of(model: nn.Module, batch: dict[str, Tensor], blocks: str | None = No
     wholes = {names[branch.module]: names[branch.whole] for block in where.blocks for branch in block.branches}
     # Blocks that the batch does not reach, such as Mllama's for images, hold nothing to compare.
     names_of_blocks = tuple(block.name for block in where.blocks if block.module in reached.ran or not reached.ran)
-    return Roles(names_of_blocks, norms, branches, final, wholes, recorder.mask_name)
+    roles = Roles(names_of_blocks, norms, branches, final, wholes)
+    return _with_mask(roles, recorder.latest or Call(["all"]), batch, given or batch, mask)
+
+
+def _with_mask(
+    roles: Roles, latest: Call, batch: Mapping[str, Any], given: Mapping[str, Any], mask: TokenMask
+) -> Roles:
+    """Roles with the mask of all that is given, of which the model may take a part; of several texts the first's."""
+    call = (latest.earlier or [latest])[0]
+    call.look_for_mask(given, mask)
+    found = _found(call, given, mask)
+    named = found if callable(mask) else call.inputs.arguments.get(call.mask_name or "")
+    name = next((n for n, x in batch.items() if x is not None and x is named), None)
+    if name is None and callable(mask) and isinstance(found, Tensor):
+        name = next((n for n, x in batch.items() if isinstance(x, Tensor) and _is_like(x, found)), None)
+    read, notes = found, []
+    if found is None:
+        call.counted_as_held()  # which notes what may be a mask
+        if mask is None:
+            notes = [f"{place}: {why}" for place, why in call.absent.items() if place.startswith("padding by ")]
+        elif not call.inputs.is_text:
+            notes = ["all tokens are compared: the blocks hold no text, whose padding mask= tells"]
+    elif not call.is_by_row or not isinstance(found, Tensor) or found.ndim != 2:
+        read = call.counted_as_held() if isinstance(found, Tensor) else None
+        if read is None:
+            notes = [f"all tokens are compared: {name or 'the mask'} does not tell which are padding"]
+    if read is not None and latest.earlier:
+        notes = ["the blocks run on several texts, and the mask of the first counts for all: compare them one by one"]
+    return replace(roles, mask_name=name, mask=read, notes=tuple(notes))
+
+
+def _found(call: Call, given: Mapping[str, Any], mask: TokenMask) -> Any:
+    """The call's mask as `record` reads it. Raises NormlabError where what the caller says of it is none."""
+    if isinstance(mask, str) and mask not in given and mask not in call.inputs.arguments:
+        names = ", ".join(name for name, x in call.inputs.arguments.items() if isinstance(x, Tensor))
+        raise NormlabError(f"mask={mask!r} names nothing that is given: choose from {names}")
+    try:
+        found = call.attention_mask
+    except Exception as error:
+        if not callable(mask):
+            raise
+        raise NormlabError(f"the function given as mask fails: {in_one_line(error)}") from error
+    if mask is not None and not isinstance(found, Tensor | None):
+        raise NormlabError(f"mask gives {found!r:.60}: it must give a tensor, or None where all tokens count")
+    return found
+
+
+def _is_like(x: Tensor, mask: Tensor) -> bool:
+    """True if `x` has two values, one at padding and one at tokens."""
+    if x.shape != mask.shape or len(x.unique()) != 2:
+        return False
+    padding = (mask == 0).to(x.device)
+    return torch.equal(x == 0, padding) or torch.equal(x == 0, ~padding)
 
 
 def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
@@ -275,7 +333,7 @@ def capture(
 
 def _captured(result: Capture, model: nn.Module, batch: dict[str, Any], roles: Roles, gradients: bool) -> None:
     arrived = Capture()
-    mask = roles.mask_of(batch)
+    mask = roles.mask
     with (
         _hooks(model, roles, result, mask, arrived if gradients else None),
         torch.inference_mode(False),  # whose tensors count no writes
@@ -291,6 +349,7 @@ def _captured(result: Capture, model: nn.Module, batch: dict[str, Any], roles: R
                     raise NormlabError("gradients=True needs input_ids, and parameters that are not frozen")
                 labels = batch["input_ids"][:, 1:]
                 if mask is not None:  # what padding predicts depends on the attention's implementation
+                    mask = mask.to(labels.device)
                     labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
                 flat = logits[:, :-1].flatten(0, 1)
                 functional.cross_entropy(flat, labels.flatten(), reduction="sum").backward()
@@ -431,7 +490,7 @@ def _finite_padding(output: Any, mask: Tensor | None) -> Any:
     x = find_output(output)
     if mask is None or x is None or x.shape[:2] != mask.shape or bool(x.isfinite().all()):
         return output
-    return with_output(output, x.where(mask.bool()[..., None] | x.isfinite(), 0))
+    return with_output(output, x.where(mask.bool().to(x.device)[..., None] | x.isfinite(), 0))
 
 
 def read_arrays(path: str | Path) -> dict[Site, Tensor]:

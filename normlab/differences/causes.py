@@ -639,8 +639,8 @@ def _other_inputs(e: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
     choices[": all are 0, as without a rotary embedding"] = torch.zeros(rows, length, dtype=torch.long, device=device)
     for words, positions in choices.items():
         yield f"positions are off{words}", e.a.inputs | {"position_ids": positions}
-    if e.mask is not None:
-        rest = {name: value for name, value in e.a.inputs.items() if name != "attention_mask"}
+    if e.mask is not None and e.a.roles.mask_name is not None:
+        rest = {name: value for name, value in e.a.inputs.items() if name != e.a.roles.mask_name}
         yield "B ignores the padding mask", rest
 
 
@@ -891,7 +891,7 @@ def _swap_gate_and_up(block: nn.Module) -> bool:
 def _sees_later(e: Evidence) -> list[str]:
     """Change each row's last token: outputs at earlier tokens move in a model without a causal mask."""
     ids = e.a.inputs.get("input_ids")
-    if not e.b.inputs or ids is None:
+    if not e.b.inputs or ids is None or ids.ndim != 2 or (e.mask is not None and e.mask.shape != ids.shape):
         return []
     mask = torch.ones_like(ids) if e.mask is None else e.mask.to(ids)
     last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
@@ -899,6 +899,8 @@ def _sees_later(e: Evidence) -> list[str]:
     changed = ids.clone()
     changed[rows, last] = torch.where(ids[rows, last] == ids.max(), ids.min(), ids.max())
     earlier = (torch.arange(ids.shape[1], device=ids.device)[None] < last[:, None]) & mask.bool()
+    if not bool(earlier.any()):  # one token a row
+        return []
     moves = []
     for side in (e.a, e.b):
         inputs = {n: changed if isinstance(x, Tensor) and torch.equal(x, ids) else x for n, x in side.inputs.items()}

@@ -36,6 +36,7 @@ from normlab.differences.capture import (
 )
 from normlab.differences.causes import Evidence, Side, around_norm, causes_of
 from normlab.errors import NormlabError
+from normlab.probes.forward_call import TokenMask
 from normlab.probes.passes import evaluating, unwrapped
 from normlab.probes.sites import stacks_of
 
@@ -80,6 +81,7 @@ def diff(
     blocks: str | None = None,
     gradients: bool = False,
     dtype: torch.dtype | None = None,
+    mask: TokenMask = None,
 ) -> Difference:
     """Find the first site at which models `a` and `b` differ beyond rounding.
 
@@ -87,10 +89,14 @@ def diff(
         a: any model that `record` measures; the reference.
         b: another model with the same stream, or a file of arrays that one wrote (`read_arrays`).
         batch: what both are called with, such as `input_ids` and `attention_mask`, each (batch, length). Padding is not
-            compared.
+            compared; masks are read as `record` reads them, and count where one of the two takes them. A note says
+            where one does not tell padding, so that all tokens are compared.
         blocks: a pattern over module names such as "layers.*", where structure does not show the blocks (`sites`).
         gradients: also compare the gradients that arrive at the blocks' inputs.
         dtype: in which the arrays of a file were computed; default: the coarser of theirs and the model's.
+        mask: what masks padding, where it has no known name, as `record` takes it: the name of an argument, or a
+            function of the `CallInputs` of `a`, with all of `batch` among its arguments. Without it all tokens are
+            compared, and a note names what may be one.
 
     The difference of a site is the root mean square over tokens of |x_a - x_b| / |x_a|. Its noise is the same between a
     float32 and a float64 copy of `a`. Memory: copies of both models in float64, and of `a` in float32
@@ -98,7 +104,7 @@ def diff(
 
     Raises:
         NormlabError: no stack of blocks was found; depths differ; no site is in both; a model does not run on the
-            batch.
+            batch; `mask` names nothing, or is a function that fails or gives no tensor.
     """
     if not hasattr(batch, "items"):
         raise NormlabError("batch must be a dict of the models' arguments, such as {'input_ids': ...}")
@@ -112,21 +118,21 @@ def diff(
     device = next((p.device.type for p in a.parameters()), "cpu")
     with evaluating(a), torch.autocast(device, enabled=False):  # it would round the copies in float32
         if not isinstance(b, nn.Module):
-            return _diff_arrays(a, read_arrays(b), batch, blocks, dtype)
+            return _diff_arrays(a, read_arrays(b), batch, blocks, dtype, mask)
         b = unwrapped(b)
         with evaluating(b):
-            return _diff_models(a, b, batch, blocks, gradients)
+            return _diff_models(a, b, batch, blocks, gradients, mask)
 
 
 def _diff_models(
-    a: nn.Module, b: nn.Module, batch: dict[str, Any], blocks: str | None, gradients: bool
+    a: nn.Module, b: nn.Module, batch: dict[str, Any], blocks: str | None, gradients: bool, given_by: TokenMask
 ) -> Difference:
     models = (a, b)
     inputs = [_accepted(model, batch) for model in models]
-    roles = [roles_of(a, inputs[0], blocks)] * 2
-    mask = roles[0].mask_of(batch)
+    roles = [roles_of(a, inputs[0], blocks, given_by, batch)] * 2
+    mask = roles[0].mask
     if [name for name, _ in a.named_modules()] != [name for name, _ in b.named_modules()]:
-        roles[1] = roles_of(b, inputs[1], blocks)
+        roles[1] = replace(roles_of(b, inputs[1], blocks), mask=mask)
     depth = len(roles[0].blocks)
     if depth != len(roles[1].blocks):
         raise NormlabError(f"the models have {depth} and {len(roles[1].blocks)} blocks: compare equal depths")
@@ -146,7 +152,7 @@ def _diff_models(
         return run(i, dtype).tensors
 
     single = tensors(0, torch.float32)
-    notes = _unequal_buffers(a, b)
+    notes = [*roles[0].notes, *_unequal_buffers(a, b)]
     others = [name for name, found in stacks_of(a).items() if roles[0].blocks[0] not in found]
     notes += [f"{name} is not compared: what differs there shows where it reaches these blocks" for name in others]
     try:
@@ -249,10 +255,15 @@ def _first(rows: list[Row]) -> Site | None:
 
 
 def _diff_arrays(
-    a: nn.Module, arrays: dict[Site, Tensor], batch: dict[str, Any], blocks: str | None, dtype: torch.dtype | None
+    a: nn.Module,
+    arrays: dict[Site, Tensor],
+    batch: dict[str, Any],
+    blocks: str | None,
+    dtype: torch.dtype | None,
+    given_by: TokenMask,
 ) -> Difference:
     inputs = _accepted(a, batch)
-    roles = roles_of(a, inputs, blocks)
+    roles = roles_of(a, inputs, blocks, given_by, batch)
     exact = _rounded(a, _dtype(a), torch.float64)
     given = _in_dtype(inputs, torch.float64)
     in_a = capture(exact, given, roles)
@@ -262,7 +273,7 @@ def _diff_arrays(
     arrays = {Site(site.name, places[site]): x for site, x in arrays.items()}
     computed = dtype or max((_dtype(a), *(x.dtype for x in arrays.values())), key=_eps)
     rounded = capture(_rounded(a, _dtype(a), computed), _in_dtype(inputs, computed), roles).tensors
-    mask = roles.mask_of(batch)
+    mask = roles.mask
     rows = compare_sites(in_a.tensors, arrays, rounded, _eps(computed), mask)
     if all(in_a.tensors[row.site].shape != arrays[row.site].shape for row in rows):
         known = ", ".join(f"{site.name}.{site.layer}" for site in list(in_a.tensors)[:8])
@@ -274,7 +285,7 @@ def _diff_arrays(
         "The difference is between the first model in float64 and the arrays, "
         f"the noise between the first model in {_name(computed)} and in float64."
     )
-    return replace(_result(rows, first, causes, depth, []), compared=compared)
+    return replace(_result(rows, first, causes, depth, list(roles.notes)), compared=compared)
 
 
 def _rounding_rows(

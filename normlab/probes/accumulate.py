@@ -363,8 +363,8 @@ class Measurer:
             call.absent[f"block {trace.layer}"] = reason
             return
         with torch.no_grad(), without_autocast(out.device):
-            update = self._branches(trace, h, out) if "branch" in self.kinds else None
-            values = statistics.block_statistics(h, out, update)
+            stream, update = self._branches(trace, h, out) if "branch" in self.kinds else (None, None)
+            values = statistics.block_statistics(h, out, update, stream)
             if "branch" in self.kinds and trace.segments is not None and not trace.hidden:
                 call.stage("branch", place, values[:2], h.shape)
             if "change" in self.kinds:
@@ -372,12 +372,13 @@ class Measurer:
             if "spectrum" in self.kinds:
                 self._stage_array(call, "gram", place, at_least_float32(out) - at_least_float32(h))
 
-    def _branches(self, trace: BlockTrace, h: Tensor, out: Tensor) -> Tensor | None:
-        """Stage every branch of a block that adds up; return the sum of what they add."""
+    def _branches(self, trace: BlockTrace, h: Tensor, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Stage every branch of a block that adds up; return the stream that they are added to, None where that is what
+        the block reads, and the sum of what they add."""
         call, layer = trace.call, trace.layer
         if trace.segments is None:
             call.absent |= {f"{branch.kind} {layer}": trace.why for branch in trace.block.branches}
-            return None
+            return None, None
         if trace.hidden:
             reason = f"what {' + '.join(trace.hidden)} add is lost in the rounding of the stream"
             call.absent |= {f"{kind} {layer}": reason for kind in ("block", *trace.hidden)}
@@ -387,7 +388,7 @@ class Measurer:
             parts = additions(segment, out, trace.rows)
             if parts is None:
                 call.absent[f"block {layer}"] = "a tensor of the residual stream was written over in place"
-                return None
+                return None, None
             for run, stream, adds in parts:
                 streams.setdefault(run.kind, stream.reshape(h.shape))
                 adds = adds.reshape(h.shape)
@@ -406,12 +407,14 @@ class Measurer:
                 call.absent[f"{run.kind} {layer}"] = trace.reason_without_part(run)
         follow = all(after.before is segment.after for segment, after in pairwise(trace.segments))
         scale = math.prod(segment.made.carry for segment in trace.segments) if follow else 1.0  # else a norm is between
-        if scale != 1.0:  # the stream itself is scaled: what is added is the rest
-            return at_least_float32(out) / scale - at_least_float32(h)
+        if scale != 1.0 and len(trace.segments) > 1:  # and so is what the first branch adds: the rest is added
+            return None, at_least_float32(out) / scale - at_least_float32(h)
         if trace.hidden:
-            return None
+            return None, None
         first, *others = added.values()
-        return sum(others, first)
+        entering = trace.segments[0]
+        is_read = entering.before is trace.entered and entering.made.carry == 1.0
+        return None if is_read else next(iter(streams.values())), sum(others, first)
 
     def router(self, trace: BlockTrace, x: Tensor, returned: Any, routing: Routing) -> None:
         """Measure what a router read and returned."""

@@ -98,9 +98,9 @@ class LayerStatsCallback(TrainerCallback):
     warning too, as of `observe`.
 
     The table also holds `update_ratio`, |w' - w| / |w| of each matrix, w before the step and w' after it, weight decay
-    included. Its site is the parameter's name. That of `observe` is of a block and without weight decay. Where weights
-    change before the optimizer's step it is left out, with a warning. So they do where the step is taken in the
-    backward pass (DeepSpeed, LOMO, the layerwise optimizers).
+    included. Its site is the parameter's name. That of `observe` is of a block, and without decoupled
+    weight decay. Where weights change before the optimizer's step it is left out, with a warning. So they do where the
+    step is taken in the backward pass (DeepSpeed, LOMO, the layerwise optimizers).
 
     A logged loss that is a spike adds `loss_spike` at site "model", in standard deviations above the recent losses.
 

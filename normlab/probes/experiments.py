@@ -8,6 +8,7 @@ the MLP adds zero in its place, after the branch's output norm where there is on
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -24,6 +25,7 @@ from normlab.errors import NormlabError
 from normlab.probes.forward_call import (
     IGNORED_LABEL,
     UNTOLD,
+    Call,
     CallInputs,
     TokenMask,
     given_mask,
@@ -328,10 +330,11 @@ class Runner:
         return called(module, kwargs | {"labels": self._known(batch)["labels"]}, *args)
 
     def counted(self, batch: Batch, x: Tensor, mask: str = "all") -> Tensor:
-        """(batch, length) bool: the tokens of a stream x that count, by the mask of this stack.
+        """(batch, length) bool: the tokens of a stream x that count, by the mask of this stack and, without first
+        tokens, by the positions.
 
         Raises:
-            NormlabError: the stream is (length, batch, width), or may be.
+            NormlabError: the stream is (length, batch, width), or may be; the first tokens are not known.
         """
         if self._is_untold:
             raise NormlabError(UNTOLD)
@@ -343,7 +346,20 @@ class Runner:
             )
         tokens = tuple(x.shape[:-1])
         given = self._mask(self.sites.mask or self._mask_name, self._known(batch), tokens)
-        return token_masks(given, tokens, self.device, [mask], cached=False)[0].reshape(tokens)
+        rows = (1, tokens[0]) if len(tokens) == 1 else (tokens[0], math.prod(tokens[1:]))
+        starts, past = (None, 0) if mask == "all" else self._call(batch).known_firsts(rows, self.device)
+        counted = token_masks(given, tokens, self.device, [mask], cached=False, past_tokens=past, starts=starts)
+        return counted[0].reshape(tokens)
+
+    def _call(self, batch: Batch) -> Call:
+        """The call of this stack on a batch."""
+        call = Call(())
+        call.inputs.take({name: value for name, value in self._known(batch).items() if value is not None})
+        call.inputs.mask = self.sites.mask or self._mask_name
+        call.is_given_turned = self._is_given_turned
+        call.inputs.has_decoder = self._coder is not None
+        call.crosses = any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
+        return call
 
     def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:
         by_attention = bool(are_turned(self.sites.blocks[0].module))  # which may read it turned

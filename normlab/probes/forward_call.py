@@ -414,13 +414,14 @@ class CallInputs:
                 self._take_known(module, arguments)
                 self.has_decoder = holds_decoder  # of a wrapper that takes any arguments, or names of its own
             return
-        self.arguments = {name: arguments[name] for name in arguments if name in present} | self.arguments
-        self._count_past()
+        self.take({name: arguments[name] for name in arguments if name in present} | self.arguments)
         if are_named and any(isinstance(value, Tensor) for value in arguments.values()):
             self.has_arguments = True
             self.has_decoder = holds_decoder
 
-    def _count_past(self) -> None:
+    def take(self, arguments: dict[str, Any]) -> None:
+        """Take these for the call's arguments, and count the tokens in a cache among them."""
+        self.arguments = arguments
         counts = [_cached_tokens(self.arguments[name]) for name in _CACHES if name in self.arguments]
         self.past = max((count for count in counts if count is not None), default=0)
         self.knows_past = self.past > 0 or None not in counts
@@ -646,6 +647,8 @@ class Call:
         self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why
         self._masks: dict[tuple[torch.device, tuple[int, ...]], Tensor | None] = {}
+        # The caller's positions, and the same without padding, by (rows, tokens per row) and whether these are turned.
+        self._counted: dict[tuple[tuple[int, int], bool | None], tuple[Tensor, Tensor]] = {}
         self._held: tuple[int, ...] = ()  # the dimensions before the features of what the first block reads
         self._turned: bool | None = None  # the blocks hold (length, batch); None: they do not tell
         self.length_first: bool | None = None  # so they do, as PyTorch's attention has shown; None: it has not
@@ -908,8 +911,22 @@ class Call:
                 continue  # then padding has places too
             positions = given[None] if given.ndim == 1 else given.mT if self.is_given_turned else given
             if positions.shape[-2:] in ((1, rows[1]), rows):
-                return positions
+                key = rows, self.is_given_turned
+                if key not in self._counted or self._counted[key][0] is not given:
+                    self._counted[key] = given, self._without_padding(positions, rows)
+                return self._counted[key][1]
         return None
+
+    def _without_padding(self, positions: Tensor, rows: tuple[int, int]) -> Tensor:
+        """Positions that count the padding before a row's tokens, from 0 at its first real token."""
+        mask = self._mask(rows)
+        if not isinstance(mask, Tensor) or mask.shape != rows or self._past(rows[1]) or not self.inputs.knows_past:
+            return positions
+        order = (mask != 0).to(positions.device).cumsum(1)
+        padding = order == 0
+        in_place = (positions == torch.arange(rows[1], device=positions.device)) & ~padding
+        counts = ((positions == 0) & padding).any(-1, keepdim=True) & (in_place & (order == 1)).any(-1, keepdim=True)
+        return torch.where(counts & in_place, positions - padding.sum(1, keepdim=True), positions)
 
     def _starts(self, rows: tuple[int, int], device: torch.device) -> Tensor | None:
         """(rows, tokens per row) bool: the tokens at position 0, by the caller's positions; None without them."""
@@ -982,6 +999,16 @@ class Call:
             return "the cache does not say how many tokens it holds: give it __len__, or call with position_ids"
         return ""
 
+    def known_firsts(self, rows: tuple[int, int], device: torch.device) -> tuple[Tensor | None, int]:
+        """(rows, tokens per row) bool: the tokens at position 0, None without positions; and how many came before.
+
+        Raises `NormlabError` where the first tokens are not known.
+        """
+        starts = self._starts(rows, device)
+        if why := self._untold_firsts(Layout(rows), starts):
+            raise NormlabError(why)
+        return starts, self._past(rows[1])
+
     def masks(self, device: torch.device, tokens: tuple[int, ...]) -> Tensor | None:
         """(masks, tokens) bool: which tokens of an activation of this shape count; None with the reason in `absent`."""
         key = (device, tokens)
@@ -1012,6 +1039,25 @@ class Call:
                     f"all tokens count, as no mask was given by a known name: give mask={name!r} if non-zero is a "
                     "token, or a function of the call"
                 )
+
+    def look_for_mask(self, given: Mapping[str, Any], mask: TokenMask) -> None:
+        """Look for the mask in all that the caller gave, of which the model may have taken a part."""
+        self.inputs.arguments = {n: x for n, x in given.items() if x is not None} | self.inputs.arguments
+        self.inputs.mask = mask
+        self._masks, self._counted = {}, {}
+
+    @property
+    def is_by_row(self) -> bool:
+        """True if the blocks and the caller hold (batch, length), as far as PyTorch's attention tells."""
+        return not self.length_first and not self.is_untold and self.is_given_turned is False
+
+    def counted_as_held(self) -> Tensor | None:
+        """bool: which tokens count, in the two dimensions of what the first block reads. None if that is not told, or
+        if these are turned and equal: what the model returns may not be, and its shape does not tell it."""
+        held = self._held
+        masks = self.masks(torch.device("cpu"), held) if held else None
+        is_square = len(held) == 2 and held[0] == held[1]
+        return None if masks is None or len(held) != 2 or (self.length_first and is_square) else masks[0].view(held)
 
     def counts_first_tokens(self, device: torch.device, tokens: tuple[int, ...]) -> bool:
         """True if the masks differ in the first real token of each row, if at all."""

@@ -50,15 +50,16 @@ def angular_distance(
 
     Args:
         model, batches, progress: as for `skip_sensitivity` (no labels needed).
-        tokens: "all" (padding excluded), "no_first", or "last" (each row's last real token, as the paper does).
+        tokens: "all" (padding excluded), "no_first" (as `record` has it, by the positions too), or "last" (each row's
+            last real token, as the paper does).
 
     Returns:
         (L + 1) x (L + 1) table in [0, 1], index and columns = layer (0 = embeddings). `.attrs["standard_error"]` is the
         table of errors and `.attrs["half_width_95"]` that of 95% interval half-widths, rows taken as independent.
 
     Raises:
-        NormlabError: unknown `tokens`, no batch, a mask that is not known, a stream that is (length, batch, width), or
-            several streams.
+        NormlabError: unknown `tokens`, no batch, a mask that is not known, first tokens that are not, a stream that is
+            (length, batch, width), or several streams.
     """
     import pandas
 

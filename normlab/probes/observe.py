@@ -401,9 +401,10 @@ def observe(
         path: a CSV file of the last readings, written anew after each. It is there when the process dies.
         mask: what masks padding, as for `record`.
         optimizer: Adam or AdamW, whose updates and moments are read too, by block: `update_ratio`, `first_moment`,
-            `second_moment` (`normlab.probes.updates`). They are of the step as it was taken, whether a scheduler steps
-            before `observer.step` or after it. Of another optimizer they are left out, with a warning, and of blocks of
-            which another one trains a part, as Muon the matrices.
+            `second_moment` (`normlab.probes.updates`). Adam's weight decay is in them, as part of its gradient;
+            decoupled decay, as AdamW's, is not. They are of the step as it was taken, whether a scheduler steps before
+            `observer.step` or after it. Of another optimizer they are left out, with a warning, and of blocks of which
+            another one trains a part, as Muon the matrices.
 
     Raises:
         NormlabError: `every` or `accumulate` is not a whole number from 1; an unknown metric; no folder for `path`.

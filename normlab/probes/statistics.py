@@ -120,23 +120,25 @@ def branch_statistics(h: Tensor, update: Tensor) -> Tensor:
     return over_chunks(reduce, update, h)
 
 
-def block_statistics(before: Tensor, after: Tensor, update: Tensor | None) -> Tensor:
-    """(3, tokens): ||update||/||before||, cos(after, before), 1 - cos(after, before). All (..., d).
+def block_statistics(before: Tensor, after: Tensor, update: Tensor | None, stream: Tensor | None = None) -> Tensor:
+    """(3, tokens): ||update||/||stream||, cos(after, before), 1 - cos(after, before). All (..., d).
 
     The last is half the squared distance of the unit vectors: 1 - cos would lose its digits where a block is nearly the
-    identity. Without `update` the first is ||after - before||/||before||.
+    identity. Without `update` the first is ||after - before||/||before||. `stream` is what the update is added to;
+    default: `before`.
     """
 
-    def reduce(x: Tensor, y: Tensor, u: Tensor | None) -> Tensor:
+    def reduce(x: Tensor, y: Tensor, u: Tensor | None, h: Tensor | None) -> Tensor:
         x, y = at_least_float32(x), at_least_float32(y)
         u = y - x if u is None else at_least_float32(u)
         base = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         unit_x, unit_y = x / base, y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-        ratio = torch.linalg.vector_norm(u, dim=-1) / base[:, 0]
+        added_to = base[:, 0] if h is None else torch.linalg.vector_norm(at_least_float32(h), dim=-1)
+        ratio = torch.linalg.vector_norm(u, dim=-1) / added_to
         cosine = torch.linalg.vecdot(unit_x, unit_y)
         return torch.stack([ratio, cosine, torch.linalg.vector_norm(unit_x - unit_y, dim=-1).square() / 2])
 
-    return over_chunks(reduce, before, after, update)
+    return over_chunks(reduce, before, after, update, stream)
 
 
 # -- what norms read -------------------------------------------------------------------------------------------------

@@ -60,11 +60,13 @@ class Updates:
         With m and v the moments after t steps, of all numbers of a block that were trained,
 
             m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)        v: the largest so far with amsgrad
-            update_ratio = |lr m' / (sqrt(v') + eps)| / |w|       w after the step, lr of the step, no weight decay
+            update_ratio = |lr m' / (sqrt(v') + eps)| / |w|       w after the step, lr of the step
             first_moment = sqrt(mean m'^2), second_moment = sqrt(mean v')
 
-        The update is 0 where the step was not taken on a parameter, as where a gradient scaler skips it. A block has no
-        rows if parameters of it have a gradient and are in none of the optimizer's groups: another one trains them.
+        Adam adds its weight decay to the gradient, so it is in m and v. Decoupled decay, as AdamW's, is in none of the
+        three. The update is 0 where the step was not taken on a parameter, as where a gradient scaler skips it. A block
+        has no rows if parameters of it have a gradient and are in none of the optimizer's groups: another one trains
+        them.
         """
         adam = self._adam
         if adam is None:

@@ -64,6 +64,13 @@ def llama() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
+def small_llama() -> nn.Module:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**shape, **SIZES)).eval()
+
+
+@pytest.fixture(scope="module")
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
     return _off_start(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, n_positions=32, **SIZES)))
@@ -286,6 +293,181 @@ def test_a_boolean_mask_is_as_good_as_one_of_numbers(llama, batch):
     assert str(diff(llama, spoiled, masked)) == str(diff(llama, spoiled, batch))
 
 
+class _Masked(nn.Module):
+    """Makes the model's mask of one that it is given by the name `mask`."""
+
+    def __init__(self, model: nn.Module, mask: str, tokens: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.model, self.mask, self.tokens = model, mask, tokens
+
+    def forward(self, input_ids: torch.Tensor, **masks: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids, attention_mask=self.tokens(masks[self.mask]).long(), use_cache=False).logits
+
+
+def _with_padding(model: nn.Module, name: str, tokens: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:
+    """Two models that read a mask, and differ in the vectors of real tokens alone, and in those of padding alone."""
+    a = _Masked(model, name, tokens)
+    of_tokens, of_padding = copy.deepcopy(a), copy.deepcopy(a)
+    of_tokens.model.model.embed_tokens.weight.data[1:] *= 1.01
+    of_padding.model.model.embed_tokens.weight.data[0] += 1
+    return a, (of_tokens, of_padding)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "made"),
+    [
+        ("src_key_padding_mask", lambda mask: ~mask, lambda padding: padding),
+        ("attention_mask", lambda mask: mask == 0, lambda padding: torch.zeros(2, 12).masked_fill(padding, -1e4)),
+    ],
+)
+def test_masks_of_padding_are_read_as_record_reads_them(small_llama, batch, name, tokens, made):
+    padding = batch["attention_mask"] == 0
+    a, (of_tokens, of_padding) = _with_padding(small_llama, name, tokens)
+    given = {"input_ids": batch["input_ids"], name: made(padding)}
+    result = diff(a, of_tokens, given)
+    assert result.first == ("embeddings", 0) and math.isclose(result.table.difference[0], 0.01, rel_tol=1e-5)
+    assert not result.notes[:-1]  # the last one names the code
+    assert diff(a, of_padding, given).equal
+
+
+def test_a_mask_that_diff_does_not_know_is_noted_and_can_be_given(small_llama, batch):
+    a, (_, of_padding) = _with_padding(small_llama, "pad", lambda mask: mask == 1)
+    given = {"input_ids": batch["input_ids"], "pad": batch["attention_mask"]}
+    unknown = diff(a, of_padding, given)
+    assert not unknown.equal and unknown.notes[0].startswith("padding by pad: all tokens count")
+    assert "give mask='pad'" in unknown.notes[0]
+    for mask in ("pad", lambda call: call.arguments["pad"]):
+        result = diff(a, of_padding, given, mask=mask)
+        assert result.equal and not result.notes
+
+
+class _TokensAlone(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids, use_cache=False).logits
+
+
+def test_a_mask_counts_that_one_of_the_models_takes(small_llama, batch):
+    a = _TokensAlone(small_llama)
+    b = copy.deepcopy(small_llama)
+    b.model.embed_tokens.weight.data[0] += 1
+    padding = batch["attention_mask"] == 0
+    last = {"input_ids": batch["input_ids"].flip(1), "attention_mask": batch["attention_mask"].flip(1)}
+    assert diff(a, b, last).equal
+    assert diff(small_llama, _TokensAlone(b), last, mask=lambda call: call.arguments["attention_mask"]).equal
+    given = {"input_ids": last["input_ids"], "src_key_padding_mask": padding.flip(1)}
+    assert diff(a, _TokensAlone(b), given).equal
+    unknown = diff(a, _TokensAlone(b), {"input_ids": last["input_ids"], "pad": last["attention_mask"]})
+    assert not unknown.equal and "give mask='pad'" in unknown.notes[0]
+
+
+class _OfTwo(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask, second_ids, second_mask):
+        first, second = (
+            self.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state * mask[..., None]
+            for ids, mask in ((input_ids, attention_mask), (second_ids, second_mask))
+        )
+        return first.sum(1) + second.sum(1)
+
+
+@pytest.mark.parametrize(("length", "mask"), [(12, None), (8, lambda call: call.arguments["attention_mask"])])
+def test_of_several_texts_the_first_ones_mask_counts_and_a_note_says_so(small_llama, batch, length, mask):
+    a = _OfTwo(small_llama.model)
+    b = copy.deepcopy(a)
+    b.model.embed_tokens.weight.data[0] += 1
+    second = torch.randint(1, 64, (2, length))
+    given = {k: batch[k] for k in ("input_ids", "attention_mask")}
+    result = diff(a, b, given | {"second_ids": second, "second_mask": torch.ones_like(second)}, mask=mask)
+    assert result.equal and result.notes[0].startswith("the blocks run on several texts")
+
+
+def test_masks_of_four_dimensions_are_read_and_those_that_tell_nothing_are_noted(small_llama, batch):
+    b = copy.deepcopy(small_llama)
+    b.model.embed_tokens.weight.data[0] += 1
+    sees = torch.ones(12, 12).tril().bool() & (batch["attention_mask"] != 0)[:, None, None]
+    given = {"input_ids": batch["input_ids"], "attention_mask": torch.zeros(sees.shape).masked_fill(~sees, -1e9)}
+    result = diff(small_llama, b, given)
+    assert result.equal and not result.notes
+    result = diff(small_llama, b, batch, mask=lambda call: torch.ones(2, 3, 4, 5))
+    assert not result.equal and result.notes[0].startswith("all tokens are compared")
+
+
+class _LengthFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, input_ids, src_key_padding_mask=None):
+        return self.encoder(self.embed(input_ids), src_key_padding_mask=src_key_padding_mask)
+
+
+def test_one_text_without_a_batch_is_compared():
+    a = _LengthFirst().eval()
+    b = copy.deepcopy(a)
+    _output(b.encoder.layers[1].self_attn, torch.tanh)
+    given = {"input_ids": torch.arange(6), "src_key_padding_mask": torch.arange(6) > 4}
+    assert diff(a, b, given).verdict.startswith("parts at block 2")
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_padding_beside_tokens_of_length_and_batch_is_left_out_or_a_note_says_that_it_counts(rows):
+    a = _LengthFirst().eval()
+    of_padding, of_tokens = copy.deepcopy(a), copy.deepcopy(a)
+    of_padding.embed.weight.data[0] += 1
+    of_tokens.embed.weight.data[1:] *= 1.01
+    padding = torch.zeros(rows, 6, dtype=torch.bool)
+    padding[0, 2:] = padding[1, 3:] = True
+    ids = torch.randint(1, 64, (rows, 6)).masked_fill(padding, 0).T.contiguous()
+    given = {"input_ids": ids, "src_key_padding_mask": padding}
+    result = diff(a, of_tokens, given)
+    assert result.first == ("embeddings", 0)
+    result = diff(a, of_padding, given)
+    if rows == 6:
+        assert not result.equal and result.notes[0].startswith("all tokens are compared: src_key_padding_mask")
+    else:
+        assert result.equal and not result.notes
+
+
+@pytest.mark.parametrize(
+    ("mask", "why"),
+    [
+        ("typo", "mask='typo' names nothing that is given: choose from input_ids"),
+        (lambda call: call.arguments["pad"], "the function given as mask fails: KeyError: 'pad'"),
+        (lambda call: [[1]], r"mask gives \[\[1\]\]: it must give a tensor"),
+    ],
+)
+def test_a_mask_that_nothing_answers_to_is_refused(small_llama, batch, mask, why):
+    with pytest.raises(NormlabError, match=why):
+        diff(small_llama, small_llama, batch, mask=mask)
+
+
+class _OwnName(_TokensAlone):
+    def forward(self, input_ids: torch.Tensor, pad: torch.Tensor | None = None) -> torch.Tensor:
+        return self.model(input_ids, attention_mask=pad, use_cache=False).logits
+
+
+@pytest.mark.parametrize("mask", ["pad", lambda call: call.arguments["pad"] != 0])
+def test_a_mask_that_b_ignores_is_named_however_it_is_given(small_llama, batch, mask):
+    a, b = _OwnName(small_llama), _TokensAlone(copy.deepcopy(small_llama))
+    given = {"input_ids": batch["input_ids"], "pad": batch["attention_mask"]}
+    assert "B ignores the padding mask" in str(diff(a, b, given, mask=mask))
+
+
+def test_rows_of_one_token_show_no_later_one(small_llama):
+    b = copy.deepcopy(small_llama)
+    _output(b.model.layers[1].self_attn, torch.tanh)
+    assert diff(small_llama, b, {"input_ids": torch.tensor([[7], [8]])}).verdict.startswith("parts at block 2")
+
+
 def test_bad_input_is_one_line(llama, gpt2, batch, tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
     np.savez(tmp_path / "named.npz", layer_3=np.zeros(3))
@@ -323,6 +505,10 @@ def test_an_encoders_padding_is_not_the_decoders(batch):
     found = diff(a, b, batch | {"decoder_input_ids": batch["input_ids"][:, :7]})
     assert found.first.layer == 2 and found.table["difference"].notna().all()
     assert any(note.startswith("encoder.block is not compared") for note in found.notes)
+    b.decoder.block[1].layer[2].DenseReluDense.wo.weight.data /= 1.3
+    _output(b.decoder.block[1].layer[0].SelfAttention, torch.tanh)
+    decoded = {f"decoder_{name}": x[:, :7] for name, x in batch.items()}
+    assert diff(a, b, batch | decoded).verdict.startswith("parts at block 2, attention")
 
 
 def test_gradients_of_what_has_none_are_one_line(llama, batch):

@@ -7,7 +7,7 @@ from probe_zoo import values
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes import METRICS, record, sites
+from normlab.probes import METRICS, record, sites, statistics
 from normlab.probes.sites import stacks
 
 TOKENS = 6
@@ -65,6 +65,39 @@ def test_where_the_stream_is_scaled_a_branch_is_set_against_the_scaled_stream():
     found, _ = measured(model, BRANCHES, X)
     pairs, scales = updates(model, X, carry=0.8), {"attn": 0.8, "mlp": 0.8, "block": 0.64}
     assert_contributions(found, **{site: (adds, scales[site] * stream) for site, (adds, stream) in pairs.items()})
+
+
+class Normed(PreLN):
+    """DeepNorm: a norm of the sum with the scaled stream. MiniMax: a norm makes the stream, which is scaled then."""
+
+    def __init__(self, makes=False):
+        super().__init__()
+        self.makes = makes
+
+    def add(self, h, norm, part):
+        if self.makes:
+            h = norm(h)
+        return 2.5 * h + part(h) if self.makes else norm(2.5 * h + part(h))
+
+
+@pytest.mark.parametrize("makes", [False, True])
+def test_a_block_and_its_branches_are_set_against_one_stream_where_a_norm_is_between(makes):
+    model = Stack(lambda: Normed(makes), lambda: Normed(makes))
+    found, absent = measured(model, BRANCHES, 3 * X)
+    block, h = model.layers[0], 3 * X
+    middle = block.middle(h)
+    first, second = (block.norm1(h), block.norm2(middle)) if makes else (h, middle)
+    attn, mlp = block.attn(first), block.mlp(second)
+    assert_contributions(found, attn=(attn, 2.5 * first), mlp=(mlp, 2.5 * second), block=(attn + mlp, 2.5 * first))
+    assert not absent
+
+
+@pytest.mark.parametrize("metrics", [BRANCHES, ["block_influence"]])
+def test_the_size_of_what_a_block_reads_is_computed_once(monkeypatch, metrics):
+    streams, own = [], statistics.block_statistics
+    monkeypatch.setattr(statistics, "block_statistics", lambda *args: streams.append(args[3]) or own(*args))
+    measured(Stack(PreLN, PreLN), metrics, X)
+    assert streams == [None, None]
 
 
 def test_a_block_that_does_not_add_up_has_no_branch_rows_and_the_manifest_says_why():

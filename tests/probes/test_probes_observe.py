@@ -1,6 +1,7 @@
 """`observe` in other people's loops, and `explain`: which layer left its past first."""
 
 import copy
+import inspect
 import math
 import re
 import warnings
@@ -483,17 +484,20 @@ def test_a_training_that_goes_back_drops_the_branch_that_it_leaves(every, back, 
 
 ADAMS = {
     "Adam": (torch.optim.Adam, {}),
+    "Adam with decay": (torch.optim.Adam, {"weight_decay": 0.1}),
     "AdamW with decay": (torch.optim.AdamW, {"weight_decay": 0.1}),
     "foreach": (torch.optim.AdamW, {"foreach": True}),
     "fused": (torch.optim.AdamW, {"fused": True}),
     "amsgrad": (torch.optim.Adam, {"amsgrad": True}),
     "a tensor's rate": (torch.optim.Adam, {"lr": torch.tensor(1e-2), "foreach": False}),
 }
+if "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters:  # from 2.7 on
+    ADAMS["decoupled"] = torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}
 
 
 @pytest.mark.parametrize("kind", ADAMS)
 def test_an_update_is_the_step_that_adam_takes(kind):
-    """The step itself, of one group of parameters with a rate of its own and one frozen; decay taken off."""
+    """The step itself, of one group of parameters with a rate of its own and one frozen; decoupled decay taken off."""
     make, options = ADAMS[kind]
     model = tiny_llama()
     block = model.model.layers[1]
@@ -509,7 +513,9 @@ def test_an_update_is_the_step_that_adam_takes(kind):
         optimizer.step()
         optimizer.zero_grad()
         observer.step(1.0, step)
-    kept = {p: 1 - float(g["lr"]) * g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    is_decoupled = isinstance(optimizer, torch.optim.AdamW)  # else it is in the gradient
+    apart = options.get("decoupled_weight_decay", is_decoupled)
+    kept = {p: 1 - apart * float(g["lr"]) * g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     moved = sum(float((p.detach() - w * kept[p]).square().sum()) for p, w in before.items())
     size = sum(float(p.detach().double().square().sum()) for p in before)
     table = observer.to_pandas().set_index(["metric", "layer", "step"])["value"]

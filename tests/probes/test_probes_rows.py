@@ -9,8 +9,11 @@ import torch
 from probe_toys import WIDTH, PreLN, Stack, X, size
 from probe_zoo import near, tiny_llama, values
 from torch import nn
+from transformers import DynamicCache
 
 from normlab import (
+    NormlabConfig,
+    NormlabForCausalLM,
     angular_distance,
     attention_sinks,
     logit_lens_kl,
@@ -21,6 +24,7 @@ from normlab import (
 )
 from normlab.errors import NormlabError
 from normlab.probes import record, sites
+from normlab.probes.forward_call import Call
 from normlab.probes.sites import stacks
 
 ROWS, LENGTH = 3, 6
@@ -549,6 +553,87 @@ def test_positions_that_begin_beside_0_do_not_tell_the_first_token(begin):
     assert sizes(model, padded(), (~PADDING).long(), position_ids=left)[0] == expected(model.embed(padded()))
 
 
+@pytest.mark.parametrize("way", ["all rows", "one row", "three axes", "padding at 0"])
+def test_positions_that_count_the_padding_before_a_row_tell_its_first_token(way):
+    model, mask, order = Keeping(), (~PADDING).long(), torch.arange(LENGTH)
+    shapes = {"one row": order[None], "three axes": order.expand(3, ROWS, -1), "padding at 0": order * mask}
+    positions = shapes.get(way, order.expand(ROWS, -1))
+    assert sizes(model, padded(), mask, position_ids=positions) == (expected(model.embed(padded())), {})
+    late = torch.zeros_like(PADDING)
+    late[:, :1] = True  # so that all real tokens begin at 1
+    found = sizes(model, padded(padding=late), (~late).long(), position_ids=order)
+    first = (~late).long().cumsum(1) == 1
+    assert found == (expected(model.embed(padded(padding=late)), ~late, first), {})
+
+
+def test_an_empty_cache_is_as_none():
+    order, caches = torch.arange(LENGTH).expand(ROWS, -1), [DynamicCache(), DynamicCache()]
+    caches[1].update(*torch.zeros(2, ROWS, 1, 4, 2), 0)  # holds what is before
+    empty, full = (
+        sizes(Keeping(), padded(), (~PADDING).long(), position_ids=order, past_key_values=cache)[0] for cache in caches
+    )
+    vectors = Keeping().embed(padded())
+    assert empty == expected(vectors) and full == expected(vectors, first=order == 0)
+
+
+def test_where_a_row_begins_is_looked_for_once_a_call(monkeypatch):
+    looks, own = [], Call._without_padding
+    monkeypatch.setattr(Call, "_without_padding", lambda *args: looks.append(1) or own(*args))
+    given = {"attention_mask": (~PADDING).long(), "position_ids": torch.arange(LENGTH).expand(ROWS, -1)}
+    sizes(tiny_llama(), input_ids=padded(), **given)
+    assert len(looks) == 1
+
+
+def test_texts_in_a_row_that_begins_with_padding_have_their_own_first_tokens():
+    model, mask, ids = Keeping(), torch.ones(1, 8, dtype=torch.long), IDS[:2, :4].reshape(1, 8)
+    mask[:, :2] = 0
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    first = torch.tensor([[False, False, True, False, True, False, False, False]])
+    found = sizes(model, ids, mask, position_ids=positions)
+    assert found == (expected(model.embed(ids), mask.bool(), first), {})
+
+
+def test_what_is_listed_by_position_counts_from_the_first_real_token():
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = NormlabForCausalLM(NormlabConfig(scheme="bhyt", vocab_size=20, **shape)).eval()
+    tables = []
+    for given in ({}, {"position_ids": torch.arange(LENGTH).expand(ROWS, -1)}):
+        with record(model, ["carried_var_ratio"]) as rec, torch.no_grad():
+            model(input_ids=IDS, attention_mask=(~PADDING).long(), **given)
+        tables.append(rec.stats().carried_by_position().query("tokens > 0").reset_index(drop=True))
+    columns = ["layer", "mask", "position", "tokens"]
+    assert tables[0][columns].equals(tables[1][columns])
+
+
+@pytest.mark.parametrize("way", ["packed", "padded", "goes on"])
+def test_an_experiment_leaves_out_the_first_tokens_that_a_recording_leaves_out(way):
+    model = Keeping()
+    batch = {"input_ids": IDS, "position_ids": (torch.arange(LENGTH) % 4).expand(ROWS, -1)}
+    if way == "padded":
+        positions = torch.arange(LENGTH).expand(ROWS, -1)
+        batch = {"input_ids": padded(), "attention_mask": (~PADDING).long(), "position_ids": positions}
+    elif way == "goes on":
+        batch = {"input_ids": IDS, "input_pos": LENGTH + torch.arange(LENGTH)}
+    with record(model, ["block_influence"]) as rec, torch.no_grad():
+        model(**batch)
+    angle = angular_distance(model, [batch], tokens="no_first", progress=False).loc[0, 1]
+    counted = rec.stats().to_pandas(errors=True).query("layer == 1").set_index("mask")["tokens"]
+    real = batch.get("attention_mask", torch.ones_like(IDS)) != 0
+    firsts = {"packed": batch.get("position_ids") == 0, "padded": FIRST, "goes on": torch.zeros_like(real)}[way]
+    kept = real & ~firsts
+    before = model.embed(batch["input_ids"])
+    after = model.body.layers[0](before)
+    angles = (torch.nn.functional.cosine_similarity(before, after, -1).arccos() / torch.pi).detach()
+    assert counted["no_first"] == kept.sum() and angle == pytest.approx(float(angles[kept].mean()), rel=1e-4)
+
+
+def test_an_experiment_refuses_first_tokens_that_are_not_known():
+    batch = {"input_ids": IDS, "position_ids": (2 + torch.arange(LENGTH)).expand(ROWS, -1)}
+    with pytest.raises(NormlabError, match="do not begin at 0"):
+        angular_distance(Keeping(), [batch], tokens="no_first", progress=False)
+    assert angular_distance(Keeping(), [batch], progress=False).shape == (3, 3)
+
+
 class Crossing(PreLN):
     """A decoder's block: it is handed what the encoder returned."""
 
@@ -569,6 +654,24 @@ class Translator(nn.Module):
         for block in self.decoder:
             h = block(h, states)
         return h
+
+
+class SourceAndTarget(Translator):
+    """PyTorch's names: each text has a mask of its own."""
+
+    def forward(self, src, tgt, src_key_padding_mask, tgt_key_padding_mask, position_ids):
+        return super().forward(src, tgt, None, None)
+
+
+def test_an_experiment_on_a_decoder_leaves_out_its_own_padding_and_first_tokens():
+    where = stacks(SourceAndTarget())["decoder"]
+    batch = {"src": IDS, "tgt": padded(), "src_key_padding_mask": PADDING & False, "tgt_key_padding_mask": PADDING}
+    batch["position_ids"] = torch.arange(LENGTH).expand(ROWS, -1)
+    angle = angular_distance(where, [batch], tokens="no_first", progress=False).loc[0, 1]
+    before = where.model.embed(padded())
+    after = where.model.decoder[0](before, None)
+    angles = (torch.nn.functional.cosine_similarity(before, after, -1).arccos() / torch.pi).detach()
+    assert angle == pytest.approx(float(angles[~PADDING & ~FIRST].mean()), rel=1e-4)
 
 
 class TurnedInside(nn.Module):

@@ -119,6 +119,9 @@ def test_a_sinks_share_is_what_the_softmax_gives_its_column_or_absent_with_the_r
     share = torch.cat([scored(QUERY, KEY), SINK], -1).double().softmax(-1)[..., 9].mean()
     found = stats.to_pandas().query("metric == 'sink_share' and site == 'attn' and mask == 'all'")
     assert found["layer"].tolist() == [1, 2] and found["value"].tolist() == pytest.approx([float(share)] * 2, rel=1e-5)
+    entropy = torch.special.entr(scored(QUERY, KEY).double().softmax(-1)).sum(-1).mean()  # as without the sink
+    found = stats.to_pandas().query("metric == 'attention_entropy' and mask == 'all'")
+    assert found["value"].tolist() == pytest.approx([float(entropy)] * 2, rel=1e-4)
 
 
 class Part(nn.Module):
