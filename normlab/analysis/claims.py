@@ -302,18 +302,22 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
 
     Returns:
         One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
-        rates of `a` and `b`. `ours` is the difference, or the ratio of sizes, with its 95% interval. `says` is "holds",
-        "does not hold", "undecided", "not run", or why nothing can be said. Of fewer seeds than four it is "as claimed,
-        one seed", "as claimed, 2 of 4 seeds", or the opposite. A scheme that has the depth at another width alone is
-        "not run at width ...", that of most runs. One that `fully_tried` left out is "left out", with the reason.
+        rates of `a` and `b`. `ours` is the difference, or the ratio of sizes, from four seeds on with its 95% interval.
+        `says` is "holds", "does not hold", "undecided", "not run", or why nothing can be said. Of fewer seeds it is "as
+        claimed, one seed", "as claimed, 2 seeds (a claim needs 4)", or the opposite, outside the family. A scheme that
+        has the depth at another width alone is "not run at width ...", that of most runs. One that `fully_tried` left
+        out is "left out", with the reason.
         `attrs["about"]` says in what the compared schemes were trained unlike.
     """
     depth = deepest(runs) if depth is None else depth
     width = int(runs.drop_duplicates("run")["width"].mode().iloc[0])  # as `choose` takes it
     found = [_measured(runs, claim, depth, width) for claim in asked]
-    table = judged(pd.concat([rows for rows, _ in found], ignore_index=True))
+    rows = pd.concat([rows for rows, _ in found], ignore_index=True)
+    of_few = rows["seeds"] < SEEDS  # they decide nothing: no intervals, and no part in Holm's family
+    rows.loc[of_few, ["low", "high", "p"]] = math.nan
+    table = judged(rows)
     compared = [about for _, about in found if len(about)]
-    rows = {
+    said = {
         claim.says: {
             "rates": row.rates,
             "ours": _with_interval(row),
@@ -322,9 +326,9 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
         }
         for claim, row in zip(asked, table.itertuples(), strict=True)
     }
-    said = pd.DataFrame.from_dict(rows, orient="index").rename_axis(f"at {depth} blocks")
-    said.attrs["about"] = recipes_in_words(pd.concat(compared)) if compared else ""
-    return said
+    result = pd.DataFrame.from_dict(said, orient="index").rename_axis(f"at {depth} blocks")
+    result.attrs["about"] = recipes_in_words(pd.concat(compared)) if compared else ""
+    return result
 
 
 def sentence(table: pd.DataFrame) -> str:
@@ -392,9 +396,9 @@ def _outcome(row: Any, direction: str) -> str:
     none = 1 if row.kind == "ratio" else 0
     as_said = row.estimate < none if direction == "below" else row.estimate > none
     if row.seeds < SEEDS:
-        seeds = "one seed" if row.seeds == 1 else f"{row.seeds} of {SEEDS} seeds"
+        seeds = "one seed" if row.seeds == 1 else f"{row.seeds} seeds (a claim needs {SEEDS})"
         if direction == "alike":
-            return f"{seeds}: no interval" if row.seeds == 1 else f"{UNDECIDED}, {seeds}"
+            return f"{seeds}: no interval"
         return f"{AS_SAID if as_said else NOT_AS_SAID}, {seeds}"
     if row.verdict == UNDECIDED:
         return UNDECIDED

@@ -37,7 +37,8 @@ def outcomes(about: pd.DataFrame) -> pd.DataFrame:
             outcome = UNKNOWN
         else:
             outcome = TRAINS if loss < entropy - MARGIN else STALLS
-        shown = entropy + BEYOND if outcome == DIVERGES else np.minimum(loss, entropy + BEYOND)
+        shown = entropy + BEYOND if outcome == DIVERGES else np.fmin(loss, entropy + BEYOND)
+        shown = math.nan if outcome == UNKNOWN else shown
         rows[scheme] = {"loss": loss, "entropy": entropy, "outcome": outcome, "shown": shown}
     table = pd.DataFrame.from_dict(rows, orient="index")
     order = table["outcome"].map({TRAINS: 0, STALLS: 1, DIVERGES: 2, UNKNOWN: 3})

@@ -292,7 +292,7 @@ def _differing(recipes: pd.Series) -> pd.DataFrame:
 
 def _fields(recipes: pd.Series) -> pd.DataFrame:
     """The fields of recipes as text, one column each."""
-    rows = [dict(item.partition("=")[::2] for item in recipe.split()) for recipe in recipes]
+    rows = [dict(item.partition("=")[::2] for item in str(recipe).split()) for recipe in recipes]
     fields = pd.DataFrame(rows, index=recipes.index)
     return fields.fillna({name: "default" for name in fields if name.startswith(MODEL)})
 

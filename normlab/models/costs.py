@@ -58,6 +58,7 @@ def _costs(scheme: Scheme, width: int, depth: int, vocabulary: int) -> dict[str,
     )
     with torch.device("meta"), no_init_weights():
         model = NormlabForCausalLM(config)
+    model.tie_weights()  # blocks of a looped model too
     blocks, final = model.model.layers, model.model.norm
     modules: list[Any] = [*final.children()] if isinstance(final, FinalNorm) else [final]
     for block in blocks:

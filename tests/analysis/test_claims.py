@@ -309,11 +309,23 @@ def test_fewer_seeds_than_a_claim_needs_say_whether_it_is_as_claimed_and_how_man
     asked = [smaller, smaller._replace(says="larger", direction="above"), smaller._replace(says="x", direction="alike")]
     for seeds in (2, 3):
         found = claims.tested(table(SCHEMES[:2], (4,), range(seeds)), asked)
-        of = f"{seeds} of 4 seeds"
-        assert found["says"].tolist() == [f"as claimed, {of}", f"not as claimed, {of}", f"undecided, {of}"]
+        of = f"{seeds} seeds (a claim needs 4)"
+        assert found["says"].tolist() == [f"as claimed, {of}", f"not as claimed, {of}", f"{of}: no interval"]
+        assert not found["ours"].str.contains("[", regex=False).any()
         said = f"1 is as claimed and 1 not, by {seeds} seeds of the 4 that a claim needs; 1 cannot be decided here."
         assert claims.sentence(found).endswith(said)
     assert claims.tested(table(SCHEMES[:2], (4,), range(4)), asked[:1])["says"].tolist() == ["holds"]
+
+
+def test_claims_of_fewer_seeds_take_no_part_in_the_correction_for_many():
+    runs = table(SCHEMES, (4,), range(4))
+    lower = claims.Claim("LNS is lower", "lns", "pre_rmsnorm", "loss", "below")
+    of_lns = runs["scheme"].eq("lns") & runs["metric"].eq("loss")
+    runs.loc[of_lns, "value"] -= 0.01 * runs.loc[of_lns, "seed"]  # not by the same amount in each
+    few = [lower._replace(says=f"DyT {number}", a="dyt") for number in range(20)]
+    alone = claims.tested(runs, [lower])
+    beside = claims.tested(runs[(runs["scheme"] != "dyt") | (runs["seed"] < 3)], [lower, *few])
+    assert beside.loc[lower.says].to_dict() == alone.loc[lower.says].to_dict()
 
 
 def test_what_has_no_effect_at_all_is_not_as_claimed_either_way():

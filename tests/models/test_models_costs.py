@@ -42,6 +42,7 @@ def test_operations_follow_from_the_formula(small):
 def test_the_parameters_are_those_beyond_llamas(small):
     """A model's trained numbers minus those of the same Llama, whose norms are of Pre-LN's size."""
     found = small["parameters"]
+    assert found["looped"] == 5 * 64 - (64 * (64 + 32 + 32) + 64 * 64 + 3 * 160 * 64), "matrices of one block"
     assert found["none"] == 0 and found["pre_rmsnorm"] == 5 * 64 and found["osp_rmsnorm"] == 2 * 64**2 + 5
     for scheme in SCHEMES:
         config = NormlabConfig(
@@ -56,6 +57,7 @@ def test_the_parameters_are_those_beyond_llamas(small):
         llama = 2 * 100 * 64 + LAYERS * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 160 * 64)
         with torch.device("meta"), no_init_weights():
             model = NormlabForCausalLM(config)
+        model.tie_weights()
         assert sum(p.numel() for p in model.parameters()) - llama == found[scheme], scheme
 
 
