@@ -20,7 +20,7 @@ import normlab
 from normlab import cli
 from normlab.figures import FIGURES
 from normlab.models import costs
-from normlab.probes.metrics import METRICS
+from normlab.probes.metrics import ALL_METRICS, METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -55,7 +55,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     write_text(tmp_path / "notes.txt")
     shutil.copytree(ROOT / "data" / "grid", tmp_path / "data" / "grid")
     monkeypatch.chdir(tmp_path)
-    registries: tuple[dict, ...] = (normlab.SCHEMES, METRICS, FIGURES)
+    registries: tuple[dict, ...] = (normlab.SCHEMES, METRICS, ALL_METRICS, FIGURES)
     before = [dict(registry) for registry in registries]
     yield
     for registry, known in zip(registries, before, strict=True):
