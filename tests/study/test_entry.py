@@ -135,6 +135,57 @@ def test_running_statistics_and_draws_in_training_are_no_mixing(name, source, fi
     assert league.scheme_of(f"{file}:{name}").title == name
 
 
+def with_parameter(start: str, output: str) -> str:
+    """The norm with a parameter p more and this output of (its output before) y, x and p."""
+    made = MY_NORM.replace('"weight", hidden_size, 1.0)', f'"weight", hidden_size, 1.0)\n        {start}')
+    return made.replace("return self.weight", "y = self.weight") + f"        p = self.p\n        return {output}\n"
+
+
+RATIO = "(x / (size + self.eps)).to(x.dtype)"
+SHAPED = "self.p = torch.nn.Parameter(torch.full((1, 1, hidden_size), 1e-3))"
+ONE, NONE = (f'self.add_parameter("p", 1, {start})' for start in (1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        MY_NORM.replace(RATIO, "(h := x.bfloat16(), h * h.square().mean(-1, keepdim=True).rsqrt())[1].to(x.dtype)"),
+        MY_NORM.replace(RATIO, RATIO + " / x.shape[1]"),
+        with_parameter(SHAPED, "y * p.sqrt()"),
+        with_parameter(ONE, "p * y + (1 - p**2).sqrt() * x"),
+        with_parameter(ONE, "y if p <= 1 else [][0]"),
+    ],
+    ids=["in bfloat16", "reads the length", "a (1, 1, d) under a root", "may not grow", "fails if it grows"],
+)
+def test_a_norm_that_treats_each_token_alone_is_not_refused(source, file):
+    file.write_text(source)
+    assert league.scheme_of(f"{file}:MeanAbsNorm").title == "MeanAbsNorm"
+
+
+def taking_in(share: float) -> str:
+    """Over a statistic of earlier passes and, in training, this share of the pass."""
+    start = 'self.register_buffer("p", torch.ones(1))'
+    return with_parameter(start, f"(x / (p.lerp_(x.square().mean(), {share}) if self.training else p)).to(x.dtype)")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        with_parameter(NONE, "y + torch.sigmoid(p - 12) * y.roll(-1, 1)"),
+        with_parameter(NONE, "y + torch.relu(-p) * y.roll(-1, 1)"),
+        with_parameter(ONE, "y + (1 - p**2).sqrt() * y.roll(-1, 1)"),
+        taking_in(0.1),
+        taking_in(0.01),
+        with_parameter(NONE, "y + x.reshape(-1, 2, x.shape[-1]).flip(1).reshape(x.shape)"),
+    ],
+    ids=["sigmoid(-12)", "if it shrinks", "if it may not grow", "a tenth", "a hundredth", "in twos"],
+)
+def test_a_weak_mixing_is_refused(source, file):
+    file.write_text(source)
+    with pytest.raises(NormlabError, match="mixes tokens"):
+        league.scheme_of(f"{file}:MeanAbsNorm")
+
+
 def test_a_file_may_have_dataclasses(file):
     config = "from __future__ import annotations\nfrom dataclasses import dataclass\n" + MY_NORM
     file.write_text(config + "\n@dataclass\nclass Options:\n    eps: float = 1e-6\n")
