@@ -25,6 +25,7 @@ LINES_PAD = 28
 TITLE_LINE = 24  # pixels of one more line of a title
 LETTERS = 90  # of a title's line, and a word more: what a notebook shows on a small screen
 _WORD = 12  # letters by which lines of a title may differ
+_SMALL_LETTERS, _SMALL_LINE = 175, 17  # of a line under the title: letters at most, and pixels of one more
 _TOP = 96  # pixels above the axes, where a figure asks for no other room
 # Legible on white and on near-black: for reference lines and step 0.
 NEUTRAL = "#8a8f98"
@@ -155,13 +156,15 @@ def themed(figure: go.Figure, theme: str) -> go.Figure:
 def titled(figure: go.Figure, title: str, subtitle: str, height: int) -> go.Figure:
     """Put on the title, the line under it that says what was measured on what, the template and the height (pixels).
 
-    A title that is too long for a line takes several of about one length, and the figure grows by them.
+    What is too long for a line takes several, a title's of about one length, and the figure grows by them.
     """
+    said = [part for line in subtitle.split("<br>") for part in wrap(line, _SMALL_LETTERS) or [""]]
     lines = math.ceil(len(title) / LETTERS)
     is_long = lines > 1 and "<" not in title
     text = "<br>".join(wrap(title, len(title) // lines + _WORD)) if is_long else title
     more = TITLE_LINE * text.count("<br>") if is_long else 0
-    heading = dict(text=text, subtitle=dict(text=subtitle, font=dict(size=13, color=NEUTRAL)))
+    more += _SMALL_LINE * (len(said) - 1 - subtitle.count("<br>"))
+    heading = dict(text=text, subtitle=dict(text="<br>".join(said), font=dict(size=13, color=NEUTRAL)))
     if "<br>" in text:
         heading["pad"] = dict(t=LINES_PAD)
     layout = figure.layout  # set part by part: `update_layout` takes twice as long

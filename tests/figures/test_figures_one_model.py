@@ -55,3 +55,12 @@ def test_a_long_title_takes_a_second_line_and_the_figure_grows_by_it():
     assert long.title.text.replace("<br>", " ") == "word " * 29 + "word"
     assert long.title.pad.t == LINES_PAD and long.title.xref is None and template().layout.title.xref == "container"
     assert long.height - short.height == long.margin.t - short.margin.t == TITLE_LINE and short.height == 300
+
+
+def test_a_line_under_the_title_that_would_leave_the_page_takes_a_second_one_and_the_figure_grows_by_it():
+    import plotly.graph_objects as go
+
+    short, long = (titled(go.Figure(), "a", f"one<br>{'word ' * count}", 300).layout for count in (10, 40))
+    lines = long.title.subtitle.text.split("<br>")
+    assert lines[0] == "one" and len(lines) == 3 and max(map(len, lines)) <= 175
+    assert long.height - short.height == long.margin.t - short.margin.t > 0 and short.height == 300
