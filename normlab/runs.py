@@ -542,8 +542,8 @@ def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     model was trained, and the losses of models that count on its text. A run that cannot be read is named in a warning
     and left out. NormlabError: no run has experiments.
     """
-    by_run = _each(path, lambda run: (run, run._read(EXPERIMENTS)))
-    measured = [(run, table.assign(**run._training())) for run, table in by_run.values() if table is not None]
+    by_run = _each(path, lambda run: (run, run._read(EXPERIMENTS), run._training()))
+    measured = [(run, table.assign(**training)) for run, table, training in by_run.values() if table is not None]
     if not measured:
         places = ", ".join(sorted({str(directory.parent) for directory in by_run}))
         raise NormlabError(f"no run in {places} was measured so; train with experiment_blocks")

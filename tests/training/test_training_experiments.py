@@ -33,12 +33,19 @@ def batch(corpus: Corpus) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.from_numpy(corpus.spread(4, "test"))}
 
 
+# The length of the training, and what counting achieves on the text.
+HOW_LONG = ("steps", "tokens", "unigram_entropy", "bigram_loss", "trigram_loss")
+
+
 def rows(found: pd.DataFrame, metric: str, part: str) -> pd.Series:
     return found[(found["metric"] == metric) & (found["part"] == part)].set_index("layer")["value"]
 
 
 def test_a_run_keeps_what_its_trained_model_was_measured_to_do(trained, found, batch):
-    assert list(found.columns) == runs.RUN_COLUMNS + list(COLUMNS)
+    assert list(found.columns) == [*runs.RUN_COLUMNS, *COLUMNS, *HOW_LONG]
+    assert found[list(HOW_LONG)].drop_duplicates().to_dict("records") == [
+        {name: trained.manifest["corpus"].get(name, trained.manifest.get(name)) for name in HOW_LONG}
+    ]
     assert set(found["scheme"]) == {"lns"} and set(found["run"]) == {trained.name}
     model = trained.load_model()
     for part in ("block", "attention", "mlp"):
