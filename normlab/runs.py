@@ -114,6 +114,8 @@ class _Manifest(_Part):
     bigram_loss: Loss | None
     trigram_loss: Loss | None
     validation_loss: Loss | None = None
+    steps: int | None = None
+    tokens: int | None = None
     config: _Config
     corpus: _Corpus
     measured: _Measured

@@ -160,6 +160,7 @@ WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a loss that is a word": ({"eval_loss": "low"}, "eval_loss is 'low'"),
     "a loss beyond all numbers": ({"eval_loss": float("inf")}, "eval_loss is inf"),
     "another status": ({"status": "nearly"}, "status is 'nearly'; choose one of finished, diverged, not_learned"),
+    "steps in words": ({"steps": "many"}, "steps is 'many'"),
     "no name": ({"run": ""}, "run is ''"),
     "a version in words": ({"schema": "2"}, "schema version '2'"),
 }
