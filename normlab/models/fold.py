@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,8 +68,9 @@ def _sites(model: Any) -> Iterator[_Site]:
                 gate = ("affine_gate",) if place == "attn_in" and hasattr(owner, "affine_gate") else ()
                 readers = (*READERS[place], *gate)
                 site.readers = {f"{names[owner]}.{name}": getattr(owner, name, None) for name in readers}
-                if not isinstance(block, NormlabDecoderLayer):
-                    site.refused = _read_otherwise(block, owner, names)
+                site.refused = _other_reader(owner, readers, names)
+                if not site.refused and not isinstance(block, NormlabDecoderLayer):
+                    site.refused = _kept_by_block(block)
             else:
                 site.refused = "its output goes into the residual stream"
             yield site
@@ -88,13 +89,20 @@ def _keeps_read(block: Any, place: str) -> bool:
     return joins and place in READERS and block.rule_at(part_of(place)).keeps_read
 
 
-def _read_otherwise(block: Any, owner: Any, names: dict[nn.Module, str]) -> str:
-    """Why a norm of a stock block may be read by more than Llama's matrices, or an empty string."""
-    known = {*READERS["attn_in"], *READERS["mlp_in"], *WRITERS}
+def _other_reader(owner: Any, readers: Collection[str], names: dict[nn.Module, str]) -> str:
+    """Why more than its readers may read a norm, in attention or an MLP of the model's own, or an empty string."""
     for name, part in owner.named_children():
-        if name not in known and any(isinstance(module, nn.Linear) for module in part.modules()):
+        is_known = name in readers or name in WRITERS
+        if not is_known and any(isinstance(module, nn.Linear) for module in part.modules()):
             return f"{names[part]} may read it too"
-    # The block's own code, with constants in place of its parts: its output may depend on none of the norms.
+    return ""
+
+
+def _kept_by_block(block: Any) -> str:
+    """Why a norm's output may go into the residual stream of a stock block, or an empty string.
+
+    The block's own code is run with constants in place of its parts: its output may depend on none of the norms.
+    """
     x = torch.zeros(1, 1, 1)
 
     def output(of_norms: float) -> Tensor:
@@ -259,8 +267,8 @@ def fold_norms(model: nn.Module, *, partial: bool = False) -> FoldedNorms:
 
     Raises:
         NormlabError: another architecture, a folded model, or, unless ``partial``, a norm that cannot be folded. Such a
-            norm is read by other than plain nn.Linear layers (LoRA, quantized), by a matrix that others read too, or,
-            in a stock block, by more than Llama's matrices.
+            norm is read by other than plain nn.Linear layers (LoRA, quantized), by a matrix that others read too, or
+            by more than Llama's matrices, in a block's attention or MLP.
             Or its output goes into the residual stream (Post-LN, Peri-LN). Nothing is changed then.
     """
     if is_folded(model):

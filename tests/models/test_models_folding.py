@@ -173,6 +173,7 @@ REFUSED = {
         "Gemma2DecoderLayer, not a block of",
     ),
     "a gate that reads the norm": (laguna, "cannot fold .*input_layernorm: .*self_attn.g_proj may read it too"),
+    "a gate that reads a swapped norm": (lambda: swap_norms(laguna(), "lns"), "self_attn.g_proj may read it too"),
     "a stream of norms": (minimax, "cannot fold .*input_layernorm: its output is kept in the residual stream"),
     "no head": (lambda: NormlabForCausalLM(tiny_config("bhyt")).model, "no head that reads it"),
 }
