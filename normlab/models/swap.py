@@ -17,6 +17,7 @@ from normlab.errors import NormlabError
 from normlab.models.attention_mlp import changes_attention
 from normlab.models.block import NormlabDecoderLayer, decoder_layer, matrix_of
 from normlab.models.config import NormlabConfig
+from normlab.models.model import NormlabPreTrainedModel
 from normlab.norms import Norm
 from normlab.norms.gain import HOOKS, is_plain_gain
 from normlab.residuals import Residual
@@ -47,8 +48,12 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         ``save_pretrained`` writes its weights under their names. To load them, build the original architecture, call
         ``swap_norms`` with the same arguments, then ``load_state_dict``.
 
+    A swapped model can be swapped again while its blocks are Llama's but for the norms' class. The old gain is then
+    over the start that the first swap multiplied it by, and what else the first scheme changed is gone.
+
     Raises:
-        NormlabError: a model, norm or gain of another kind. A scheme that changes more than the blocks' norms and sums.
+        NormlabError: a model, norm or gain of another kind. One of this package's own models, or a swapped one whose
+            blocks hold more than Llama's. A scheme that changes more than the blocks' norms and sums.
             A field that would change the attention. A carried statistic where attention does more with its values than
             v_proj and o_proj, as BitNet's, or keeps them as codes.
     """
@@ -63,12 +68,22 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
         raise NormlabError(f"scheme {scheme} changes more than norms and sums of the blocks: train it from scratch")
     base: Any = getattr(model, "base_model", None)
     blocks = getattr(base, "layers", None)
+    if isinstance(base, NormlabPreTrainedModel):
+        raise NormlabError(
+            f"a {type(model).__name__} is built for its scheme, {base.config.scheme}, and its configuration says so: "
+            f'build one with NormlabConfig(scheme="{scheme}", ...), then load_state_dict'
+        )
     needed = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
     if (
         not blocks
         or not isinstance(getattr(base, "norm", None), nn.Module)
         or any({name for name, _ in block.named_children()} != needed for block in blocks)
     ):
+        if any(isinstance(block, NormlabDecoderLayer) for block in blocks or ()):
+            raise NormlabError(
+                f"the blocks of this {type(model).__name__} hold what an earlier swap_norms put there: build the "
+                "original model again and swap that"
+            )
         raise NormlabError(
             f"{type(model).__name__} has no Llama-shaped blocks ({', '.join(sorted(needed))}, final norm): "
             "swap_norms supports Llama, Mistral, Qwen2, Qwen3 and relatives"
@@ -100,10 +115,11 @@ def swap_norms(model: PreTrainedModel, scheme: str, **fields: Any) -> PreTrained
             f"attention of {type(model).__name__} is more than v_proj, weights of the tokens and o_proj, as where it "
             f'normalizes before o_proj: the statistic that {scheme} carries is not known there. Use carried="exact"'
         )
-    for index, block in enumerate(blocks):
-        blocks[index] = _rebuild(block, config, index)
-        blocks[index].window = _window(block.self_attn, model.config)
+    rebuilt = [_rebuild(block, config, index) for index, block in enumerate(blocks)]
     base.norm = _take_gain(base.norm, row.norm_at(NormSite("final", len(blocks) + 1, config)))
+    for index, block in enumerate(rebuilt):
+        blocks[index] = block
+        block.window = _window(block.self_attn, model.config)
     if config.carried == "causal" and row.carries_statistic:
         base.register_forward_pre_hook(_count_positions, with_kwargs=True)
     return model
@@ -202,8 +218,12 @@ def _near(x: Tensor, y: Tensor) -> bool:
 
 
 def _take_gain(old: Any, new: Any) -> nn.Module:
-    """Return the new norm with the old one's gain, times its own start."""
+    """Return the new norm with the old one's gain, times its own start. An old gain of ours is over its start."""
     weight = old.weight.data
+    if isinstance(old, Norm):
+        if not (start := old.starts.get("weight")):
+            raise NormlabError(f"{type(old).__name__} does not say where its gain starts: build the model again")
+        weight = (weight + old.centre) / start
     new.to(weight.device, weight.dtype)
     gain = getattr(new, "weight", None)
     if gain is not None:
@@ -211,7 +231,8 @@ def _take_gain(old: Any, new: Any) -> nn.Module:
             raise NormlabError(
                 f"{type(new).__name__} has {gain.numel()} numbers as gain, not {weight.numel()}: train it from scratch"
             )
-        start, centre = (new.starts["weight"], new.centre) if isinstance(new, Norm) else (gain.data, 0.0)
+        is_ours = isinstance(new, Norm)
+        start, centre = (new.starts.get("weight", gain.data), new.centre) if is_ours else (gain.data, 0.0)
         gain.data.copy_(weight * start - centre)
     return new
 
@@ -221,6 +242,8 @@ _KINDS: dict[tuple[type, type], type] = {}
 
 def _kind(ours: type, theirs: type) -> type:
     """Our block, which is one of the model's blocks too: transformers finds hidden states by their class."""
+    if issubclass(theirs, NormlabDecoderLayer):  # swapped before
+        theirs = theirs.__bases__[1]
     if (ours, theirs) not in _KINDS:
         _KINDS[ours, theirs] = type(ours.__name__, (ours, theirs), {"__reduce__": _reduced})
     return _KINDS[ours, theirs]

@@ -157,6 +157,46 @@ def test_a_new_norm_has_the_old_gain_times_its_start_at_the_same_place():
     assert torch.equal(getattr(block, block.layout.attn_sum).weight, gains["mlp_in"])
 
 
+@pytest.mark.parametrize("first", ["bhyt", "lns", "lns_gain", "rmsnorm_gain", "pre_layernorm"])
+def test_a_second_swap_gives_what_one_would(first):
+    model = foreign(LlamaConfig, LlamaForCausalLM)
+    before, hidden = model(IDS).logits, LLAMA["num_hidden_layers"] + 1
+    swap_norms(swap_norms(model, first), "pre_rmsnorm")
+    assert_near(model(IDS).logits, before, 1e-5)
+    assert len(model(IDS, output_hidden_states=True).hidden_states) == hidden
+    assert isinstance(copy.deepcopy(model).model.layers[0], LlamaDecoderLayer)
+    once = swap_norms(foreign(LlamaConfig, LlamaForCausalLM), "deepnorm")
+    assert_near(swap_norms(model, "deepnorm")(IDS).logits, once(IDS).logits, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: swap_norms(foreign(LlamaConfig, LlamaForCausalLM), "post_rmsnorm"), "earlier swap_norms put there"),
+        (lambda: swap_norms(foreign(LlamaConfig, LlamaForCausalLM), "deepnorm"), "earlier swap_norms put there"),
+        (lambda: tiny_model("pre_rmsnorm"), r"its scheme, pre_rmsnorm, .* NormlabConfig\(scheme=\"minimax\", ...\), then"),
+        (lambda: tiny_model("looped"), "is built for its scheme, looped"),
+    ],
+    ids=["swapped to other places", "swapped to a residual rule", "ours", "ours, looped"],
+)
+def test_a_second_swap_that_would_lose_something_and_one_of_our_models_are_refused(build, match):
+    model = build()
+    before = model(IDS).logits
+    with pytest.raises(NormlabError, match=match) as caught:
+        swap_norms(model, "minimax")
+    assert "\n" not in str(caught.value)
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_a_swap_that_fails_at_a_later_block_leaves_the_model_as_it_was():
+    model = foreign(LlamaConfig, LlamaForCausalLM)
+    model.model.layers[2].self_attn.o_proj = EightBitLinear(model.model.layers[2].self_attn.o_proj)
+    before = model(IDS).logits
+    with pytest.raises(NormlabError, match="EightBitLinear keeps it in torch.int8"):
+        swap_norms(model, "bhyt")
+    assert torch.equal(model(IDS).logits, before)
+
+
 def test_a_swapped_model_still_has_hidden_states_and_is_copied_and_saved(tmp_path):
     called = foreign(LlamaConfig, LlamaForCausalLM)
     called(IDS, output_hidden_states=True)
