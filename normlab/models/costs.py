@@ -11,6 +11,7 @@ from normlab.models.block import FinalNorm, JoiningDecoderLayer
 from normlab.models.config import NormlabConfig
 from normlab.models.model import NormlabForCausalLM
 from normlab.norms import RMSNorm
+from normlab.norms.base import ConstantStart
 from normlab.residuals import Residual
 from normlab.schemes import PARTS, SCHEMES, Scheme, get_scheme
 
@@ -33,7 +34,8 @@ def table(width: int = 1024, depth: int = 16, vocabulary: int = 4096) -> pandas.
         numbers of a model beyond Llama's matrices. It is below 0 where blocks share them. `bytes` and `operations` are
         per token and forward pass, beyond Llama's matrix products, softmax and activation. They count what norms, sums
         and scales read and write in bfloat16, and compute, each run by itself. Rows of matrices that are kept at unit
-        length are left out: their cost does not grow with tokens.
+        length are left out: their cost does not grow with tokens. Both are missing where a norm is not one of
+        normlab's, as PyTorch's, and so does not say its own.
     """
     import pandas
 
@@ -42,10 +44,10 @@ def table(width: int = 1024, depth: int = 16, vocabulary: int = 4096) -> pandas.
         | _costs(scheme, width, depth, vocabulary)
         for scheme in SCHEMES.values()
     ]
-    return pandas.DataFrame(rows)
+    return pandas.DataFrame(rows).astype({"bytes": "Int64", "operations": "Int64"})  # may be missing
 
 
-def _costs(scheme: Scheme, width: int, depth: int, vocabulary: int) -> dict[str, int]:
+def _costs(scheme: Scheme, width: int, depth: int, vocabulary: int) -> dict[str, int | None]:
     heads = width // HEAD if width % HEAD == 0 else 1
     config = NormlabConfig(
         scheme=scheme.name,
@@ -64,13 +66,16 @@ def _costs(scheme: Scheme, width: int, depth: int, vocabulary: int) -> dict[str,
     for block in blocks:
         modules += [block.norm_at(place) for place, _ in block.layout.places()]
         modules += [block.rule_at(part) if isinstance(block, JoiningDecoderLayer) else Residual() for part in PARTS]
+    named = model.named_parameters(remove_duplicate=False)
+    llamas = sum(p.numel() for name, p in named if name.endswith(LLAMAS))  # of a Llama, whose blocks share none
+    parameters = sum(p.numel() for p in model.parameters()) - llamas
+    if not all(isinstance(module, ConstantStart) for module in modules):
+        return {"parameters": parameters, "bytes": None, "operations": None}
     saved = REDUCTION * depth * width if scheme.carries_statistic else 0.0
     parts: list[tuple[int, Any]] = [(width, module) for module in modules]
     parts += [*_in_block(config) * depth, *_at_ends(config)]
-    named = model.named_parameters(remove_duplicate=False)
-    llamas = sum(p.numel() for name, p in named if name.endswith(LLAMAS))  # of a Llama, whose blocks share none
     return {
-        "parameters": sum(p.numel() for p in model.parameters()) - llamas,
+        "parameters": parameters,
         "bytes": round(BYTES * sum(channels * part.numbers for channels, part in parts)),
         "operations": round(sum(channels * part.operations for channels, part in parts) - saved),
     }

@@ -10,6 +10,7 @@ from torch import nn
 
 from normlab.errors import NormlabError
 from normlab.models.model import NormlabForCausalLM
+from normlab.norms import Norm
 from normlab.schemes import NormSite, get_scheme
 
 
@@ -48,7 +49,8 @@ def without_blocks(model: NormlabForCausalLM, layers: Collection[int]) -> Iterat
                 norm = getattr(block, name)
                 moved = scheme.norm_at(NormSite(place, layer, config)).to(block.mlp.down_proj.weight)
                 moved.load_state_dict(norm.state_dict())
-                moved.kernels = norm.kernels
+                if isinstance(norm, Norm):
+                    moved.kernels = norm.kernels
                 replaced.append((block, name, norm))
                 setattr(block, name, moved.train(norm.training))
         decoder.layers = nn.ModuleList(kept)

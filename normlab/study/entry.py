@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from normlab.models import NormlabForCausalLM
 
 FREE = ("scheme", "lr", "seed", "model", "warmup", "dtype")  # fields that rows of one table may differ in
+IDS = torch.arange(48).reshape(2, 24) % 32  # of a trial
 
 
 def scheme_of(what: str) -> Scheme:
@@ -53,7 +54,8 @@ def scheme_of(what: str) -> Scheme:
     Raises:
         NormlabError: an unknown scheme, or a file or a name that is not there. A file that does not run. A norm that
             does not keep shape and type, or whose output or gradient is not finite. A scheme, or a norm, whose model
-            fails as it starts, or mixes tokens near its start, in training or in evaluation.
+            fails as it starts, cannot be measured as a trained one is, or mixes tokens near its start, in training or in
+            evaluation.
     """
     path, is_file, name = what.rpartition(".py:")
     if not is_file:
@@ -101,13 +103,18 @@ def _try(kind: type[Norm], what: str) -> None:
 
 
 def _try_model(row: Scheme, what: str) -> None:
-    """Refuse a scheme whose model fails, or could see the text that it predicts, in training or in evaluation."""
+    """Refuse a scheme whose model fails, cannot be measured, or could see the text that it predicts.
+
+    Models are tried in training and in evaluation, and measured as a run is after its last step.
+    """
     from normlab.models import NormlabConfig, NormlabForCausalLM  # here, because it loads transformers
+    from normlab.training.experiments import experiments
 
     sizes: dict[str, Any] = dict(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
     )
     SCHEMES[row.name] = row
+    failed = "makes no model"
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
@@ -118,11 +125,14 @@ def _try_model(row: Scheme, what: str) -> None:
             for spread in (0.1, -0.1):  # what starts at zero would show nothing
                 with contextlib.suppress(Exception):  # a norm may forbid what is beside its start
                     tried.append(_pairs(model, spread))
+            finite = [all(logits.isfinite().all() for pair in pairs for logits in pair) for pairs in tried]
+            if finite[0]:
+                failed = "makes a model that cannot be measured once it is trained"
+                experiments(model.eval(), IDS.numpy())
     except Exception as error:
-        raise NormlabError(f"{what} makes no model: {in_one_line(error)}") from error
+        raise NormlabError(f"{what} {failed}: {in_one_line(error)}") from error
     finally:
         del SCHEMES[row.name]
-    finite = [all(logits.isfinite().all() for pair in pairs for logits in pair) for pairs in tried]
     if not finite[0]:
         raise NormlabError(f"{what} makes logits that are not finite")
     # Inputs of one shape are rounded alike, also in bfloat16. A matrix product over a choice of tokens is not, by 6e-7.
@@ -136,16 +146,15 @@ def _pairs(model: NormlabForCausalLM, spread: float) -> list[tuple[torch.Tensor,
 
     spread: of noise on the parameters. Vectors grow, or shrink where it is negative: one may stand under a root.
     """
-    ids = torch.arange(48).reshape(2, 24) % 32
-    others = torch.full_like(ids, 31)
-    others[0, :11] = ids[0, :11]
+    others = torch.full_like(IDS, 31)
+    others[0, :11] = IDS[0, :11]
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.add_(spread * (noise if parameter.squeeze().dim() > 1 else noise.abs()))
-    pairs = [(_logits(model.eval(), ids), _logits(model, others))]
+    pairs = [(_logits(model.eval(), IDS), _logits(model, others))]
     model.set_schedules(2, 2)  # after a warm-up, in which running statistics may be those of the pass
-    return [*pairs, (_logits(model.train(), ids), _logits(model, others))]
+    return [*pairs, (_logits(model.train(), IDS), _logits(model, others))]
 
 
 def _logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:

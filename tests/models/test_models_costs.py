@@ -7,6 +7,7 @@ from transformers.initialization import no_init_weights
 
 from normlab import SCHEMES, NormlabConfig, NormlabForCausalLM, cli
 from normlab.models.costs import table
+from normlab.schemes import Scheme
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,17 @@ def test_the_parameters_are_those_beyond_llamas(small):
             model = NormlabForCausalLM(config)
         model.tie_weights()
         assert sum(p.numel() for p in model.parameters()) - llama == found[scheme], scheme
+
+
+def test_the_cost_of_a_norm_that_is_not_normlabs_is_missing(monkeypatch):
+    norm = lambda site: torch.nn.LayerNorm(site.width)  # noqa: E731
+    monkeypatch.setitem(SCHEMES, "pytorchs", Scheme("pytorchs", "own", "own", "own", norm, "norm"))
+    rows = {name: SCHEMES[name] for name in ("pre_rmsnorm", "pytorchs")}
+    monkeypatch.setattr("normlab.models.costs.SCHEMES", rows)
+    found = table(64, LAYERS, vocabulary=100).set_index("name")
+    assert found["parameters"].to_dict() == {"pre_rmsnorm": 5 * 64, "pytorchs": 5 * 2 * 64}
+    assert found["operations"].to_list() == [(5 * 4 + 4) * 64, pd.NA]
+    assert found.loc["pytorchs", ["bytes", "operations"]].isna().all()
 
 
 def test_norms_inside_the_branches_cost_too(small):

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import normlab
 from normlab import SCHEMES, NormlabConfig, NormlabError, NormlabForCausalLM
-from normlab.models import swap_norms
+from normlab.models import swap_norms, without_blocks
 from normlab.norms import BHyT, LayerNorm, Norm, RMSNorm
 from normlab.schemes import TAGS, NormSite, Scheme, Sublayer, get_scheme, tagged
 
@@ -178,6 +178,9 @@ def test_a_schemes_norm_may_be_pytorchs(monkeypatch):
     monkeypatch.setitem(SCHEMES, "pytorchs", Scheme("pytorchs", "own", "own", "own", rms, "norm"))
     expected = fresh_model("pre_rmsnorm")(tokens()).logits
     assert_near(fresh_model("pytorchs")(tokens()).logits, expected, 1e-6)
+    model, plain = fresh_model("pytorchs"), fresh_model("pre_rmsnorm")
+    with without_blocks(model, [2]), without_blocks(plain, [2]):
+        assert_near(model(tokens()).logits, plain(tokens()).logits, 1e-6)
     torch.manual_seed(0)
     swapped = lively(LlamaForCausalLM(LlamaConfig(**LLAMA))).eval()
     expected = swapped(tokens()).logits

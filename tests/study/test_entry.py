@@ -106,6 +106,18 @@ def test_a_scheme_in_a_file_may_say_more_than_a_norm(file):
     assert [name for name in SCHEMES if name.startswith("mine_")] == [found.name]
 
 
+def test_a_scheme_that_could_not_be_measured_once_it_is_trained_is_refused(file):
+    """PyTorch's norm can be. One of another shape in each block cannot be moved to another place."""
+    pytorchs = ROW.replace("MeanAbsNorm(site.width)", "torch.nn.RMSNorm(site.width)")
+    file.write_text(MY_NORM + pytorchs)
+    assert league.scheme_of(f"{file}:ROW").name.startswith("mine_")
+    own = "        self.add_parameter('steps', layer, 1.0)\n"
+    by_layer = MY_NORM.replace("eps: float = 1e-6", "layer: int, eps: float = 1e-6").replace("1.0)\n", f"1.0)\n{own}")
+    file.write_text(by_layer + ROW.replace("site.width", "site.width, site.layer"))
+    with pytest.raises(NormlabError, match="ROW makes a model that cannot be measured once it is trained: Runtime"):
+        league.scheme_of(f"{file}:ROW")
+
+
 BLENDED = MY_NORM.replace('"weight", hidden_size, 1.0)', '"weight", hidden_size, 1.0)\n        MORE')
 BLENDED = BLENDED.replace("MORE", 'self.add_parameter("blend", hidden_size, 0.0)')
 BLENDED = BLENDED.replace(".to(x.dtype)\n", ".to(x.dtype) + self.blend * x.mean(-2, keepdim=True)\n")
