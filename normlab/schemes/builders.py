@@ -266,7 +266,10 @@ def fan(name: str, config: Any) -> tuple[int, int]:
 
 
 def writing_over_depth(name: str, config: Any) -> float:
-    """The matrices that write into the stream start smaller by sqrt(2L)."""
+    """The matrices that write into the stream start smaller by sqrt(2L).
+
+    HybridNorm's configurations (2503.04598) set this by ``init_fn: full_megatron``.
+    """
     factor = 1.0 / math.sqrt(2 * config.num_hidden_layers) if name in WRITING else 1.0
     return config.initializer_range * factor
 

@@ -62,6 +62,16 @@ def test_b2ts_block_matrices_start_smaller_by_the_root_of_the_depth():
             assert torch.allclose(b2t[name], tensor / 2 if "layers" in name else tensor, rtol=1e-5), name
 
 
+@pytest.mark.parametrize("scheme", ["hybridnorm", "hybridnorm_star"])
+def test_hybridnorms_output_matrices_start_smaller_by_the_root_of_twice_the_depth(scheme):
+    """`init_fn: full_megatron` of its code's configurations."""
+    hybrid, plain = (fresh_model(name, num_hidden_layers=8).state_dict() for name in (scheme, "pre_rmsnorm"))
+    for name, tensor in plain.items():
+        if tensor.dim() == 2:
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            assert torch.allclose(hybrid[name], tensor / 4 if writes else tensor, rtol=1e-5), name
+
+
 def test_minimax_starts_as_deepnorm_does():
     """The report, section 4.2: Xavier's rule for all matrices, times (8L)^(-1/4) in values, outputs and MLP."""
     minimax, deepnorm = (fresh_model(name, **WIDE) for name in ("minimax", "deepnorm"))
