@@ -279,7 +279,8 @@ class HyperConnected(Hyper):
 
     ``matrix`` ``(n + 2, d)`` holds u, u' and the u_j, from 0. ``factor`` holds s_a = s_b = 0.01. ``static_read``
     ``(n)``, ``static_write`` ``(n)`` and ``static_mix`` ``(n, n)`` hold A and B. At the start sublayer k reads stream k
-    mod n alone and writes all with weight 1. M is the identity then: exactly Pre-LN.
+    mod n alone and writes all with weight 1. M is the identity then: exactly Pre-LN, with output matrices that the
+    scheme starts smaller by sqrt(n).
 
     Args:
         width: d.

@@ -274,6 +274,16 @@ def writing_over_depth(name: str, config: Any) -> float:
     return config.initializer_range * factor
 
 
+def writing_over_streams(name: str, config: Any) -> float:
+    """The matrices that write into all n streams, which are summed at the end, start smaller by sqrt(n).
+
+    Hyper-Connections (2409.19606, section 4) scales them "by a factor of sqrt(n)", so that the sum's size stays the
+    original's. That it means smaller follows from this aim. While the streams are equal, the sum still is n times one.
+    """
+    factor = 1.0 / math.sqrt(config.streams) if name in WRITING else 1.0
+    return config.initializer_range * factor
+
+
 def block_over_depth(name: str, config: Any) -> float:
     """Every matrix of a block starts smaller by sqrt(L), as in B2T's code (2206.00330)."""
     return config.initializer_range / math.sqrt(config.num_hidden_layers)

@@ -127,7 +127,7 @@ ROWS = (
            "X <- M X + w f(N(r X)), n streams, r, w and M static plus 0.01 tanh(LayerNorm(X) U)",
            "Hyper-Connections (2409.19606)",
            norm=b.rms, family="streams", residual=b.hyper(streams.HyperConnected), leave=b.hyper_end,
-           decayed=frozenset({"matrix"})),
+           init=b.writing_over_streams, decayed=frozenset({"matrix"})),
     Scheme("block_attn_residuals", "Block attention residuals",
            "f(N(sum softmax(q.N(v)) v)), v the embeddings and the outputs summed in at most eight blocks of layers",
            "Attention Residuals (2603.15031)",

@@ -72,6 +72,16 @@ def test_hybridnorms_output_matrices_start_smaller_by_the_root_of_twice_the_dept
             assert torch.allclose(hybrid[name], tensor / 4 if writes else tensor, rtol=1e-5), name
 
 
+@pytest.mark.parametrize("streams", [1, 4])
+def test_hyper_connections_output_matrices_start_smaller_by_the_root_of_the_number_of_streams(streams):
+    """Section 4, "Implementation": so the sum of the streams is nearer to the size of Pre-LN's one."""
+    hyper, plain = (fresh_model(name, streams=streams).state_dict() for name in ("hyper_connections", "pre_rmsnorm"))
+    for name, tensor in plain.items():
+        if tensor.dim() == 2:
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            assert torch.allclose(hyper[name], tensor / streams**0.5 if writes else tensor, rtol=1e-5), name
+
+
 def test_minimax_starts_as_deepnorm_does():
     """The report, section 4.2: Xavier's rule for all matrices, times (8L)^(-1/4) in values, outputs and MLP."""
     minimax, deepnorm = (fresh_model(name, **WIDE) for name in ("minimax", "deepnorm"))
@@ -91,7 +101,7 @@ def test_nanochats_scalars_start_by_depth():
 
 
 def test_a_residual_gate_starts_half_open():
-    """Muse Spark's code: s = sigmoid(0) = 1/2 in every channel, so the stream keeps sqrt(3/4) of itself."""
+    """s = sigmoid(0) = 1/2 in every channel, so the stream keeps sqrt(3/4) of itself. Muse Spark draws around 0."""
     for layer in fresh_model("residual_gate").model.layers:
         for rule in (layer.attn_residual, layer.mlp_residual):
             one = torch.ones(rule.gate.numel())
