@@ -171,7 +171,7 @@ class Gated(Residual):
     """``norm(sqrt(1 - s^2) * x + s * f)`` with ``s = sigmoid(w/T)`` per channel.
 
     Where x and f are independent and equally large, so is the sum. ``gate`` = w ``(d,)`` starts at 0, so s starts at
-    1/2. T is 0.3, and 1 - s^2 is at least 0.001.
+    1/2. That start is ours: the code draws w around 0, as it draws matrices. T is 0.3, and 1 - s^2 is at least 0.001.
 
     Source: Muse Spark's residual gate, as in transformers.
     """
