@@ -54,7 +54,7 @@ def scheme_of(what: str) -> Scheme:
     Raises:
         NormlabError: an unknown scheme, or a file or a name that is not there. A file that does not run. A norm that
             does not keep shape and type, or whose output or gradient is not finite. A scheme, or a norm, whose model
-            fails as it starts, cannot be measured as a trained one is, or mixes tokens near its start, in training or in
+            fails as it starts, cannot be measured after training, or mixes tokens near its start, in training or in
             evaluation.
     """
     path, is_file, name = what.rpartition(".py:")
