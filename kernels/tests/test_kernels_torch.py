@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import normlab_kernels as nk
+import numpy as np
 import pytest
 import torch
 from kernel_harness import CASES, DEVICE, KERNELS, NAMES, QUICK, formula, full_if_slow, make_inputs, results
@@ -316,6 +317,19 @@ def test_two_launches_make_a_backward_pass_and_one_where_the_parameters_are_froz
             del kernels[:]
             y.backward(torch.ones_like(y))
             assert kernels == ["norm_backward_kernel", "parameter_gradients_kernel"][: 2 - frozen], name
+
+
+def test_constants_may_be_numbers_of_numpy() -> None:
+    a = make_inputs(CASES["bhyt"], 2, 12, torch.float32)
+
+    def gradients(kappa: Any, eps: Any) -> tuple[torch.Tensor, ...]:
+        tensors = [tensor.clone().requires_grad_() for tensor in a.values()]
+        y, ms = nk.bhyt(*tensors, kappa=kappa, eps=eps)
+        return y, ms, *torch.autograd.grad(y.sum() + ms.sum(), tensors)
+
+    got, expected = gradients(np.float64(3.0), np.float32(2.0**-20)), gradients(3.0, 2.0**-20)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
