@@ -12,7 +12,7 @@ The thresholds were counted first and then timed on an H200 (`data/bench/launch_
 * With a direction there are three vectors and three sums. A thread has half the elements, so that as many warps share a
   multiprocessor, and rows at most 4,096 columns (8,192 spill 80 bytes).
 * Backward, a loop's next rows are fetched to shared memory, two tiles ahead (3 stages) where a row has at most 16 KB:
-  three operands take 98 KB there. At 8,192 columns in 16 bits that is 1.2 to 1.6 times as fast as one tile ahead.
+  three operands take 98 KB there. At 8,192 columns in 16 bits that is 1.3 to 1.6 times as fast as one tile ahead.
 * Wider rows are split over programs: reductions first, then column tiles. The row is read twice.
 """
 

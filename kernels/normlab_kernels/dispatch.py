@@ -52,6 +52,11 @@ def check(
         raise ValueError(f"mean_square must have shape {(*shape[:-1], 1)}, got {tuple(given.shape)}")
 
 
+def _one_number(tensor: Tensor | None) -> Tensor | None:
+    """A tensor of one number as (1,), so that its further dimensions do not become y's. Any other stays as it is."""
+    return tensor.reshape(1) if tensor is not None and tensor.dim() > 1 and tensor.numel() == 1 else tensor
+
+
 def check_combination(
     spec: RowSpec, bias: Tensor | None, scale: Tensor | None, direction: Tensor | None, given: Tensor | None,
     correction: Tensor | None,
@@ -135,6 +140,7 @@ def row_norm(
         raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
     if correction is not None and correction.numel() != 1 and correction.shape != (*x.shape[:-1], 1):
         raise ValueError(f"correction must have one element or mean_square's shape, got {tuple(correction.shape)}")
+    scale, shift, correction = _one_number(scale), _one_number(shift), _one_number(correction)
     if chooses_kernels(x, kernels, weight, residual):
         if direction is not None and spec.stat != Stat.RMS:
             raise ValueError('the kernels have a direction with Stat.RMS alone: use kernels="torch"')

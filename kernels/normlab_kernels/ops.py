@@ -63,7 +63,7 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _inv_kappa(spec: RowSpec, scale: Tensor | None) -> float:
     """kappa divides a scale: without one the gain is 1."""
-    return 1.0 if scale is None else 1.0 / spec.kappa
+    return 1.0 if scale is None else 1.0 / float(spec.kappa)
 
 
 def launch_forward(
@@ -95,7 +95,7 @@ def launch_forward(
         p_x, p_residual, weight.contiguous(), dense(bias), scale, shift, direction, mean,
         dense(given) if ms is None else ms, dense(correction), y, p_total,
         rows, width, stride_x, stride_residual, int(correction is not None and correction.numel() > 1),
-        spec.eps, _inv_kappa(spec, scale),
+        float(spec.eps), _inv_kappa(spec, scale),
         STAT=stat, ACT=spec.act, FORM=tanh_form(y.dtype),
         WHOLE=chosen.whole and ms is not None, EVEN=width % chosen.block == 0,
         BLOCK=chosen.block, ROWS=chosen.rows, num_warps=chosen.warps,
@@ -136,7 +136,7 @@ def launch_backward(
         return dx, *(None if g is None else g.zero_() for g in gradients), dms
     chosen = choices.backward(width, ms is not None, direction is not None, x.element_size())
     (x_, stride_x), (grad_, stride_grad), (grad_sum, stride_sum) = _rows(x), _rows(grad), _rows(grad_sum)
-    weight, ms, eps, inv_kappa = weight.contiguous(), dense(ms), spec.eps, _inv_kappa(spec, scale)
+    weight, ms, eps, inv_kappa = weight.contiguous(), dense(ms), float(spec.eps), _inv_kappa(spec, scale)
     columns = -(-width // chosen.block)
     programs = choices.backward_programs(-(-rows // chosen.rows), max(1, multiprocessors(device) // columns), chosen)
     functions = {"STAT": stat, "ACT": spec.act, "FORM": tanh_form(x.dtype, backward=True)}

@@ -43,7 +43,7 @@ def test_other_launches_of_a_norms_kernel_give_its_result(function: str) -> None
 
 @pytest.mark.once
 def test_two_tiles_ahead_are_fetched_where_a_row_has_at_most_16_kilobytes() -> None:
-    """At 8,192 columns in 16 bits that was measured to be 1.2 to 1.6 times as fast; twice the bytes do not fit."""
+    """At 8,192 columns in 16 bits that was measured to be 1.3 to 1.6 times as fast; twice the bytes do not fit."""
     stages = [choices.backward(width, True, itemsize=size).stages for width, size in ((8192, 2), (4096, 4), (8192, 4))]
     assert stages == [3, 3, 2]
 

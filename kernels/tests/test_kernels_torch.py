@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import normlab_kernels as nk
+import numpy as np
 import pytest
 import torch
 from kernel_harness import CASES, DEVICE, KERNELS, NAMES, QUICK, formula, full_if_slow, make_inputs, results
@@ -318,6 +319,33 @@ def test_two_launches_make_a_backward_pass_and_one_where_the_parameters_are_froz
             assert kernels == ["norm_backward_kernel", "parameter_gradients_kernel"][: 2 - frozen], name
 
 
+def test_constants_may_be_numbers_of_numpy() -> None:
+    a = make_inputs(CASES["bhyt"], 2, 12, torch.float32)
+
+    def gradients(kappa: Any, eps: Any) -> tuple[torch.Tensor, ...]:
+        tensors = [tensor.clone().requires_grad_() for tensor in a.values()]
+        y, ms = nk.bhyt(*tensors, kappa=kappa, eps=eps)
+        return y, ms, *torch.autograd.grad(y.sum() + ms.sum(), tensors)
+
+    got, expected = gradients(np.float64(3.0), np.float32(2.0**-20)), gradients(3.0, 2.0**-20)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["bhyt_carried", "derf", "isru"])
+def test_a_scalar_may_have_any_dimensions(name: str, dtype: torch.dtype) -> None:
+    """As a layer's scale of shape (1, 1, 1) has them: y keeps the shape of x, and a gradient that of its scalar."""
+    arguments = {k: v.to(dtype) for k, v in make_inputs(CASES[name], 3, 12, torch.float32).items()}
+    expected, upstream = results(CASES[name].call, arguments, None)
+    scalars = [k for k in arguments if k in ("scale", "shift")]
+    shaped = arguments | {k: arguments[k].view(1, 1, 1) for k in scalars}
+    got, _ = results(CASES[name].call, shaped, upstream)
+    for key, value in expected.items():
+        assert got[key].shape == (shaped[key[1:]].shape if key[1:] in scalars else value.shape), key
+        assert torch.equal(got[key].view(value.shape), value), key
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_correction_is_added_to_the_carried_statistic(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The addition is in the norm's launch where no gradient is wanted: decoding pays for no further kernel."""
@@ -334,6 +362,9 @@ def test_a_correction_is_added_to_the_carried_statistic(rows: int, monkeypatch: 
     y = nk.bhyt_carried(x, *rest, a["given"], correction=correction)
     monkeypatch.undo()
     assert torch.equal(y, nk.bhyt_carried(x, *rest, a["given"] + correction))
+    if rows == 1:
+        wide = [tensor.double() for tensor in (x, *rest, a["given"])]
+        assert nk.bhyt_carried(*wide, correction=correction[None]).shape == x.shape
     with pytest.raises(ValueError, match="correction must have"):
         nk.bhyt_carried(x, *rest, a["given"], correction=torch.ones(2, device=DEVICE))
 

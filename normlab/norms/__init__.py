@@ -19,8 +19,8 @@ Norm        the base class: what models, theory and the TransformerLens bridge u
 ``norm(x)`` returns y. RMSNorm, ScaleNorm and BHyT also have a mean square: ``norm(x, return_mean_square=True)`` returns
 ``(y, ms)``, with ms ``(..., 1)`` in float32. ``norm(x, mean_square=ms)`` uses ms as given and adds eps only.
 
-``norm.add(x, residual)`` returns ``(s, norm(s))`` for ``s = residual + x``, in one pass of the kernels. The bits are
-those of the two steps. The block uses it; hooks on the norm do not see it.
+``norm.add(x, residual)`` returns ``(s, norm(s))`` for ``s = residual + x``, in one pass where kernels compute, in two
+steps elsewhere. The bits are those of the two steps. The block uses the one pass; hooks on the norm do not see it.
 
 ``norm.kernels`` is the backend: "auto" (Triton on CUDA, else PyTorch), "triton", or "torch" (rounds as Llama does).
 """

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
 
@@ -164,8 +165,8 @@ class Norm(ConstantStart):
         return self.kernel(x, *self._operands_for(x.dtype), kernels=self.kernels)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``s = residual + x`` and norm(s), in one pass where there is an ``add_kernel``."""
-        if self.add_kernel is None:
+        """Return ``s = residual + x`` and norm(s), in one pass where there is an ``add_kernel`` and kernels compute."""
+        if self.add_kernel is None or not nk.chooses_kernels(residual, self.kernels, x):
             s = residual + x
             return s, self(s)
         operands = self._operands_for(torch.promote_types(x.dtype, residual.dtype))

@@ -121,12 +121,17 @@ class BHyT(Norm):
     def add(
         self, x: Tensor, residual: Tensor, mean_square: Tensor | None = None, correction: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return ``s = residual + x`` and norm(s) in one pass.
+        """Return ``s = residual + x`` and norm(s), in one pass where kernels compute or there is a tanh.
 
         Args:
             mean_square: carried statistic. None: of s.
             correction: constant that is added to it, by the kernel where no gradient is needed.
         """
+        if not self.bounded and not nk.chooses_kernels(residual, self.kernels, x):
+            if mean_square is not None and correction is not None:
+                mean_square = mean_square + correction.detach()
+            s = residual + x
+            return s, self(s, mean_square)
         if mean_square is None:
             return nk.add_bhyt(x, residual, self.gamma(), self.lam, **self._options())[:2]
         operands = (x, residual, self.gamma(), self.lam, mean_square)

@@ -118,6 +118,20 @@ def test_a_layernorm_in_float32_keeps_a_stream_in_half_precision_on_a_cpu(dtype)
     assert_near(norm(x), formula("layer_norm", norm, x), torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@every_norm
+def test_the_addition_and_the_norm_in_one_call_have_the_bits_of_the_two_steps(name, dtype):
+    """A stream in half precision too, with parameters in float32."""
+    norm, x, residual = make(name, 127), inputs(127).to(dtype), inputs(127).flip(-1).to(dtype)
+    s = residual + x
+    pairs = [(norm.add(x, residual), (s, norm(s)))]
+    if isinstance(norm, BHyT):
+        ms, correction = norms.base.mean_square(s), torch.ones(1)
+        pairs.append((norm.add(x, residual, ms, correction), (s, norm(s, ms + correction))))
+    for one, two in (pair for got, expected in pairs for pair in zip(got, expected, strict=True)):
+        assert one.dtype == two.dtype and torch.equal(one, two)
+
+
 def test_a_layernorm_may_have_no_bias():
     norm, x = make("layer_norm", 127), inputs(127)
     expected = norm(x) - norm.bias

@@ -49,7 +49,7 @@ def launch_linear(
         linear_add_norm_kernel, (programs,), a.device,
         *operands, *(_descriptor(t, launch.block_m, across) for t in (h, y)),
         weight.contiguous(), dense(bias), scale, dense(given),
-        rows, width, a.shape[1], spec.eps, 1.0 / spec.kappa,
+        rows, width, a.shape[1], float(spec.eps), 1.0 / float(spec.kappa),
         ACT=spec.act, FORM=tanh_form(y.dtype), UPCAST=INTERPRETING and a.dtype == torch.bfloat16,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, SLICES=launch.slices,
         GROUP=launch.group, PROGRAMS=programs,
