@@ -28,7 +28,7 @@ from widget_helpers import TOKENS, Mounted, model_of
 
 from normlab.errors import NormlabError
 from normlab.norms import TaperNorm
-from normlab.probes import sites, skip_sensitivity
+from normlab.probes import record, sites, skip_sensitivity
 from normlab.widgets import Intervene
 from normlab.widgets.change import Change, ask, ask_row, changed
 from normlab.widgets.live import model_spec
@@ -151,6 +151,42 @@ def test_skipping_a_block_costs_what_the_probe_says(model):
     for layer in (1, 2, 3):
         cost = ask(model, TOKENS, Change(layers={layer: {"block": 0}})).loss - whole
         assert cost == pytest.approx(probed[layer], abs=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0])
+@pytest.mark.parametrize("scheme", ["dyt", "bhyt"])
+def test_inside_a_dimmed_block_the_norms_are_measured(scheme, share):
+    model = model_of(scheme)
+    with torch.no_grad():
+        for norm in (norm for block in sites(model).blocks for norm in block.norms):
+            getattr(norm, "lam" if scheme == "bhyt" else "alpha").mul_(9)
+    seen, sizes = {}, []
+    hooks = [
+        block.norm_at("mlp_in").register_forward_pre_hook(
+            lambda norm, args, at=place: seen.setdefault(at, args[0].clone())
+        )
+        for place, block in enumerate(model.model.layers)
+    ]
+    hooks += [
+        module.register_forward_pre_hook(lambda _, args: sizes.append(args[0].norm(dim=-1).mean().item()))
+        for module in (*model.model.layers, model.model.norm)
+    ]
+    change = Change(layers={2: {"block": share}})
+    answer = ask_row(model, TOKENS[0].tolist(), change, 3)
+    for hook in hooks:
+        hook.remove()
+    assert answer["sizes"] == pytest.approx(sizes, rel=1e-5)
+    assert None not in answer["shares"]["attn"] and None not in answer["shares"]["mlp"]
+    if scheme == "dyt":
+        inputs = [model.model.layers[place].norm_at("mlp_in").tanh_input(seen[place]) for place in range(3)]
+        shares = [float((z.tanh().abs() > 0.95).float().mean()) for z in inputs]
+        assert answer["shares"]["mlp"] == pytest.approx(shares, abs=1e-6) and min(shares) > 0
+    else:
+        assert None not in answer["bounds"]["mlp"]
+    with changed(model, change), torch.no_grad(), record(model, ["rms", "relative_contribution"]) as recorder:
+        model(input_ids=TOKENS)
+    absent = recorder.stats().manifest["absent"]
+    assert absent["mlp 2"] == "a hook changes what the block returns" and not [at for at in absent if "norm" in at]
 
 
 class RMSNorm(torch.nn.Module):
