@@ -51,6 +51,7 @@ _MATRICES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gat
 MULTIPLE = 8  # of the kernel's columns
 _SAMPLE = 'def add(first, second):\n    """Return the sum of two numbers."""\n    return first + second\n'
 _LENGTH = 64  # tokens that the page reads of a passage
+LONGEST = 1024  # tokens that it reads of a reader's text: it reserves room for attention's scores, the square of that
 _CORPUS = "706651ba22eeaa569b6c02ab7e79d5e15baa4d9788560d460ac92b3b01fadfb7"  # content hash of the shipped models' text
 PASSAGES = {  # of its held-out blocks: the block, and the token at which a line begins
     "a docstring": (75, 32),
@@ -62,8 +63,10 @@ PASSAGES = {  # of its held-out blocks: the block, and the token at which a line
 }
 
 
-def model_spec(model: Any) -> dict[str, Any]:
+def model_spec(model: Any, longest: int = 0) -> dict[str, Any]:
     """The model as data for `static/model.js`: sizes, names of tensors, each norm.
+
+    longest: tokens of the longest text that it is given, where that is more than a reader may write.
 
     Raises:
         NormlabError: a part that the page does not compute, such as one with hooks.
@@ -104,7 +107,7 @@ def model_spec(model: Any) -> dict[str, Any]:
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "vocab": config.vocab_size,
-        "length": config.max_position_embeddings,
+        "length": max(longest, min(config.max_position_embeddings, LONGEST)),
         "theta": config.rope_parameters["rope_theta"],
         "scaling": attention.scaling,
         "embed": embed,

@@ -86,7 +86,7 @@ def agrees(differences: dict[str, float]) -> bool:
 def tiny(scheme: str, depth: int = 4, **fields: Any) -> NormlabForCausalLM:
     """Blocks whose norms have left their start; the vocabulary does not fill the kernel's columns."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = model_of(scheme, depth, max_position_embeddings=LENGTH, **heads | fields)
+    model = model_of(scheme, depth, **{"max_position_embeddings": LENGTH} | heads | fields)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(1 + 0.5 * torch.rand_like(parameter)).add_(0.1 if "shift" in name or "bias" in name else 0)
@@ -107,6 +107,7 @@ def test_every_covered_scheme_answers_as_python_does(page, kernel):
     schemes = SCHEMES if kernel else ["bhyt"]
     cases = [(scheme, {}) for scheme in schemes] + [("bhyt", {"carried": "causal", "lam_last": 1.0})]
     cases += [("pre_rmsnorm", {"tie_word_embeddings": False, "zero_centred": True})]
+    cases += [("pre_rmsnorm", {"max_position_embeddings": 32768})]  # whose scores would not fit
     for scheme, fields in cases:
         source, model = random.Random(scheme), tiny(scheme, **fields)
         changes = [Change(), *(random_change(4, source) for _ in range(4))]

@@ -286,7 +286,7 @@ function live(root, data, host) {
   }
   const current = () => [state.model, state.against].filter((name, place, all) => name && all.indexOf(name) === place).map(name => byName[name]);
   const tokensNow = () => {
-    if (typeof state.text === "string" && data.tokenizer) return data.words.encode(state.text).slice(0, Math.min(...current().map(model => model.length)));
+    if (typeof state.text === "string" && data.tokenizer) return data.words.encode(state.text).slice(0, Math.min(...current().map(model => model.spec?.length ?? model.length)));
     return (data.passages[state.text] ?? data.passages[0]).tokens;
   };
 
