@@ -23,7 +23,7 @@ from normlab.models.pretrained import BLOCKS, load_held_out, load_model, model_f
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
 from normlab.probes import sites
 from normlab.release import shipped_models
-from normlab.runs import MANIFEST, read_manifest
+from normlab.runs import MANIFEST, read_manifest, rounded_rate
 from normlab.schemes import BASELINE, DEFAULT
 from normlab.widgets.change import SLOPES, slope_of
 from normlab.widgets.plot import write_page
@@ -208,7 +208,7 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     described = labelled(
         [
             describe(model, name)
-            | {"spec": model_spec(model), "rate": run.get("config", {}).get("lr"), "held_out": run.get("eval_loss")}
+            | {"spec": model_spec(model), "rate": _rate(run), "held_out": run.get("eval_loss")}
             for (name, model), run in zip(loaded.items(), runs, strict=True)
         ]
     )
@@ -239,6 +239,12 @@ def labelled(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     def label(model: Mapping[str, Any], form: str) -> str:
         rate = "" if model["rate"] is None else f", rate {model['rate']:g}"
+def _rate(run: Mapping[str, Any]) -> float | None:
+    """The learning rate in a run's manifest, as `normlab.load_runs` has it; None where there is none."""
+    rate = run.get("config", {}).get("lr")
+    return None if rate is None else rounded_rate(rate)
+
+
         return form.format(**model) + rate
 
     named = []
