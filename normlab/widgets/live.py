@@ -164,16 +164,22 @@ def _refuse(model: Any, part: str) -> None:
 
 
 def weights_of(model: Any) -> bytes:
-    """A safetensors file: a folder's as it is, or a model's present weights (bfloat16 and float32 are kept)."""
-    from safetensors.torch import save
+    """A safetensors file: a folder's, or a model's present weights.
 
-    if isinstance(model, str | Path):
-        return (Path(model) / "model.safetensors").read_bytes()
+    The page reads bfloat16 and float32: what is of another type becomes float32. A file without such is as it is.
+    """
+    from safetensors.torch import load, save
+
     kept = (torch.bfloat16, torch.float32)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    config: Any = model.config
-    if config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
+    if isinstance(model, str | Path):
+        raw = (Path(model) / "model.safetensors").read_bytes()
+        state = load(raw)
+        if all(tensor.dtype in kept for tensor in state.values()):
+            return raw
+    else:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        if model.config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
     return save({name: tensor if tensor.dtype in kept else tensor.float() for name, tensor in state.items()})
 
 
@@ -233,18 +239,18 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     return folder / path.name
 
 
-def labelled(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each with the shortest name that tells it apart, as `short` and, with its learning rate, as `label`: the scheme;
-    with the number of blocks; or with its folder."""
-
-    def label(model: Mapping[str, Any], form: str) -> str:
-        rate = "" if model["rate"] is None else f", rate {model['rate']:g}"
 def _rate(run: Mapping[str, Any]) -> float | None:
     """The learning rate in a run's manifest, as `normlab.load_runs` has it; None where there is none."""
     rate = run.get("config", {}).get("lr")
     return None if rate is None else rounded_rate(rate)
 
 
+def labelled(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each with the shortest name that tells it apart, as `short` and, with its learning rate, as `label`: the scheme;
+    with the number of blocks; or with its folder."""
+
+    def label(model: Mapping[str, Any], form: str) -> str:
+        rate = "" if model["rate"] is None else f", rate {model['rate']:g}"
         return form.format(**model) + rate
 
     named = []
