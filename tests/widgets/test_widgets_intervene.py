@@ -315,6 +315,25 @@ def test_both_states_are_told_apart_without_colour_and_a_broken_model_has_gaps()
         assert all(math.isfinite(v) for v in numbers if isinstance(v, float)), trace.name
 
 
+def test_a_change_that_breaks_the_model_leaves_the_likeliest_tokens_of_the_model_as_it_is():
+    widget = Intervene(model_of("pre_rmsnorm"), TOKENS)
+    likeliest = widget.before.next_token.argsort()[::-1][:8]
+    widget.change = {"gain": 1e30}
+    assert not math.isfinite(widget.now.loss)
+    assert [int(word[1:]) for word in traces(widget)["as it is token"].y] == likeliest.tolist()
+
+
+def test_the_browser_is_asked_for_room_for_the_texts_alone():
+    model = model_of("pre_rmsnorm", max_position_embeddings=32768)
+    assert model_spec(model)["length"] == 1024
+    assert model_spec(model_of("pre_rmsnorm"))["length"] == 12
+    for length, room in ((2, 1024), (2000, 2000)):
+        (about,) = Intervene(model, torch.zeros(1, length, dtype=torch.long)).data["models"]
+        assert about["spec"]["length"] == room
+    widget = Intervene(model, torch.zeros(1, 5000, dtype=torch.long))  # the kernel's
+    assert widget.data["models"][0]["spec"] is None and not widget.weights
+
+
 def test_words_of_a_tokenizer_are_no_markup():
     names = SimpleNamespace(decode=lambda ids: "<b>" if ids[0] % 2 else "a")
     widget = Intervene(model_of("lns"), TOKENS, names)
