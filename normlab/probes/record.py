@@ -570,9 +570,10 @@ class Recorder:
         others_returned = [ref(value) for value in returned]
         call.last = LastBlock(block.module, trace.run, trace.entered, x, beside, is_joined, others_returned)
         self._checkpoints.mark(x, call, trace.run)
-        made = trace.returned
-        is_own = made is None or made is x or beside is not None
-        trace.finish(out, out if is_own else stream_of(following.module, made, trace.known.channels_first))
+        made = out
+        if trace.returned is not None and trace.returned is not x and beside is None:
+            made = stream_of(following.module, trace.returned, trace.known.channels_first)
+        trace.finish(out, made)
         self.norm_sites |= {norm: (site, layer) for (norm, _), site in trace.sites.items()}
         call.absent |= {f"{site} {layer}": reason for site, reason in trace.lost.items()}
         self._measurer.block_end(trace, out)
