@@ -120,6 +120,7 @@ class Profiles:
         self._values = table["value"].to_numpy(dtype=float)
         self._trained = set(self.chosen.runs[["scheme", "depth"]].itertuples(index=False, name=None))
         self._said = cache(self.chosen.remark)
+        self._unlike = cache(self._say_unlike)
         self._rates_in_words = {depth: self.chosen.rate(depth) for depth in self.depths}
 
     @property
@@ -244,6 +245,15 @@ class Profiles:
     def rate(self, view: View) -> str:
         """The learning rate of a view, in words."""
         return self._rates_in_words[view.depth] if view.rate is None else f"learning rate {view.rate:g}"
+
+    def unlike(self, view: View) -> list[str]:
+        """What the runs of a view differ in beside their learning rate, in words: precision and recipe."""
+        here = self.at(view.rate)
+        return [] if here.missing else here._unlike(view.depth, view.schemes)
+
+    def _say_unlike(self, depth: int, schemes: tuple[str, ...]) -> list[str]:
+        own = self.chosen.of(depth, schemes) if self.chosen else None
+        return [] if own is None or own.runs.empty else [*filter(None, (own.precision(), own.recipes()))]
 
     def remarks(self, view: View) -> list[str]:
         """Remarks on the schemes of a view, shown or missing: one short sentence each."""

@@ -13,7 +13,7 @@ Choices follow rules, and `Selection.describe` states them in words.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -404,6 +404,11 @@ class Selection:
         parts = [f"depth {_listed(self.depths)}", f"width {_listed(widths)}"]
         parts += [f"{_ends(self.runs)} training steps", seeds, self.rate(), self.precision(), self.recipes()]
         return " · ".join(filter(None, parts))
+
+    def of(self, depth: int, schemes: Sequence[str]) -> Selection:
+        """The same with the runs of one depth and of these schemes."""
+        here = self.runs["depth"].eq(depth) & self.runs["scheme"].isin(schemes)
+        return replace(self, runs=self.runs[here])
 
     def recipes(self) -> str:
         """`recipes_in_words` of the runs."""

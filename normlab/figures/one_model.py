@@ -150,7 +150,7 @@ def intervention(
     figure = make_subplots(rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.1, column_widths=widths)
     figure.update_annotations(font=dict(size=13))
     accent = "#0072b2"
-    top = np.argsort(-np.maximum(before.next_token, now.next_token), kind="stable")[:_TOP]
+    top = np.argsort(-np.fmax(before.next_token, now.next_token), kind="stable")[:_TOP]
     words = [word(int(token)) for token in top]
     keys = {}
     for name, answer, color, dash, hatch in (

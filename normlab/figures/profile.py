@@ -23,14 +23,15 @@ HEIGHT = 520
 _MARGIN = dict(l=72, r=170, t=104, b=58)
 _PANEL = HEIGHT - _MARGIN["t"] - _MARGIN["b"]
 _LINE = 92  # characters of a definition that fit above a plot of half a page
+LINEAR = "values that are not above 0 keep the axis linear"
 
 
 @dataclass(frozen=True)
 class PlotOptions:
     """Options of a drawing: bands, log axis, page theme, published values, theory.
 
-    With `one_step` the value axis fits the view's step, and the title says which schemes have no line there and why.
-    Else the axis fits all steps, and does not move between them.
+    With `one_step` the value axis fits the view's step, and the title says which schemes have no line there and why, or
+    one that a log axis does not show. Else the axis fits all steps, and does not move between them.
     """
 
     band: bool = True
@@ -68,7 +69,7 @@ def profile(
         relative: each profile divided by its value at layer 1. With `reference`, such profiles are compared.
         reference: scheme against which all are shown, with 95% intervals.
         rate: the runs' learning rate, or "best": each scheme's best one. Default: one that all schemes of the depth
-            share, else "best".
+            share, else "best". The title says what else the runs differ in.
         band: shade from the smallest to the largest seed, or the interval; the line under the title says which.
         theme: "light" or "dark".
         published: table of `normlab.load_published`, drawn where it has the same metric.
@@ -124,7 +125,8 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     span = _span(lines, bands) if options.one_step else profiles.span(view)
     span += [*printed["value"]]
     span += [float(value) for line in predicted for value in line.values if np.isfinite(value)]
-    log = log_axis(view, options.log) and (row.log or min(span, default=1.0) > 0)  # of sizes, zeros are left out
+    asked = log_axis(view, options.log)
+    log = asked and (row.log or min(span, default=1.0) > 0)  # of sizes, zeros are left out
     bounds = axis_bounds(span, log)
     shown = {*view.schemes, *map(str, printed["scheme"])}
     styles, sheet = {name: look.style_of(name, options.theme) for name in shown}, look.plain_template(options.theme)
@@ -137,7 +139,10 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     labels = label_trace([_end(line, styles[line.scheme]) for line in lines], bounds, _PANEL, log)
     traces += [] if labels is None else [labels]
     deepest = int(max([view.depth, *printed["layer"]]))
-    said = wrap(" · ".join(profiles.left_out(view)), _LINE) if lines and options.one_step else []
+    about = [*profiles.unlike(view)]
+    if options.one_step:
+        about += [*profiles.left_out(view), *(log_remarks(profiles, view) if log else [LINEAR] if asked else [])]
+    said = wrap(" · ".join(about), _LINE) if lines else []
     words = _title(view, profiles.rate(view), bool(bands), said)
     title = dict(text=words, y=1, yref="container", yanchor="top", pad=dict(t=look.LINES_PAD))
     layout = _layout(view, deepest, bounds, log, look.TITLE_LINE * len(said)) | {"title": title, "template": sheet}
@@ -152,11 +157,10 @@ def log_axis(view: View, asked: bool) -> bool:
     return asked or (view.reference is not None and metric_row(view.metric).is_ratio)
 
 
-def log_remark(profiles: Profiles, view: View) -> str:
-    """The lines that a log axis cannot show, in words."""
+def log_remarks(profiles: Profiles, view: View) -> list[str]:
+    """Remarks on the lines that a log axis cannot show at a view's step, one a scheme."""
     unseen = [line for line in profiles.lines(view) if np.isfinite(line.values).any() and not (line.values > 0).any()]
-    titles = [look.style_of(line.scheme).title for line in unseen]
-    return f"{separator(titles).join(titles)}: zero, below a log axis" if unseen else ""
+    return [f"{look.style_of(line.scheme).title}: zero, below a log axis" for line in unseen]
 
 
 def theory_remark(profiles: Profiles, view: View) -> str:
@@ -247,9 +251,13 @@ def _title(view: View, rate: str, band: bool, said: Sequence[str]) -> str:
     where = f"{site_label(view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
     by_layer = "by layer, relative to layer 1" if view.relative else "by layer"
     title = f"{row.label[0].upper()}{row.label[1:]} {by_layer}, {when}"
+    return look.in_one(title, where, *about_lines(view, band), *said)
+
+
+def about_lines(view: View, band: bool) -> list[str]:
+    """The metric's definition and, with a band, what is shaded: lines under the title."""
     shaded = "smallest to largest seed" if view.reference is None else f"{LEVEL:.0%} interval"
-    about = row.definition + (f" · shaded: {shaded}" if band else "")
-    return look.in_one(title, where, *wrap(about, _LINE), *said)
+    return wrap(metric_row(view.metric).definition + (f" · shaded: {shaded}" if band else ""), _LINE)
 
 
 def _layout(view: View, deepest: int, bounds: tuple[float, float] | None, log: bool, room: int) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class BlockTrace:
         self._sums: dict[nn.Module, Tensor | None] = {}  # norms that read two tensors, and the rows of their sum
         self.pair: LastBlock | None = None  # two tensors that it was given, until a norm has read one or their sum
         self.is_joined = False  # it was their sum
+        self.returned: Tensor | None = None  # what the block itself returned, before other hooks
         self._enter(entered)
 
     def _enter(self, x: Tensor) -> None:
@@ -199,8 +200,12 @@ class BlockTrace:
 
     # -- the block's end ---------------------------------------------------------------------------------------------
 
-    def finish(self, out: Tensor) -> None:
-        """Find the reading under which the block adds up to `out`; name its norms, list its segments."""
+    def finish(self, out: Tensor, made: Tensor) -> None:
+        """Find the reading under which the block adds up; name its norms, list its segments.
+
+        out, made: the stream that is passed on, and that of the block itself. Where a hook has made another of it, the
+        norms are named, and no branch is measured.
+        """
         self._note_writes()
         if self._known_sites is not None:
             self.segments, self.lost = (), dict(self.known.lost)
@@ -208,10 +213,13 @@ class BlockTrace:
             self.run.sites = self._known_sites
             return
         self.rows.note_rounding(out)
-        last = self.rows.of(out)
+        last, own = self.rows.of(out), self.rows.of(made)
+        is_changed = made is not out and not self.rows.same(own, last)
+        last = own if is_changed else last
         reading = self._find_reading(last)
         if reading is not None:
-            self.segments = reading.segments
+            self.segments = None if is_changed else reading.segments
+            self.why = "a hook changes what the block returns" if is_changed else ""
             for read, site in reading.sites:
                 read.site = site
             for read in reading.waiting:  # no branch came, and the block returns its output
@@ -388,5 +396,6 @@ class BlockTrace:
 
     def release(self) -> None:
         """Let go of every activation: what was measured keeps the norms' reads, for their sites."""
+        self.returned = None
         for read in self._reads:
             read.x = read.rows = read.out = read.out_rows = read.kept = None

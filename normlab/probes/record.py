@@ -82,7 +82,8 @@ def record(
     Only whole forward passes count: one that raises leaves no trace, nor does one that had begun before. Those of an
     experiment, such as `skip_sensitivity`, do not count. The model's outputs are bit-identical and its hooks untouched;
     ours run after them. Metrics that do not apply have no rows: `stats().absent` names them. Nor has what does not add
-    up, or fails: `manifest["absent"]` says why.
+    up, or fails: `manifest["absent"]` says why. Where a hook changes what a block returns, `block_out` is what is
+    passed on, the norms in the block are measured, and what its branches add is left out.
 
     Args:
         model: a module, or `sites(model, ...)` where its parts had to be named. Inside the context compiled code runs
@@ -159,6 +160,7 @@ class Recorder:
         self._has_gradients = "gradient" in self._measurer.kinds
         self._loss_tokens = loss_tokens
         self._handles: list[Any] = []
+        self._first: list[Any] = []  # of the hooks that run before all others
         self._eager: AbstractContextManager = nullcontext()
         self._experiments = 0  # those under way when it was opened
         self._local = _Running()
@@ -193,8 +195,9 @@ class Recorder:
 
     def __exit__(self, *exception: Any) -> None:
         self.is_open = False
-        for handle in self._handles:
+        for handle in (*self._first, *self._handles):
             handle.remove()
+        self._first.clear()
         self._handles.clear()
         self._eager.__exit__(*exception)
         self._eager = nullcontext()
@@ -211,6 +214,8 @@ class Recorder:
             self._called(module, partial(self._leave_call, module), always=True)
         for block in self.sites.blocks:
             self._before(block.module, partial(self._block_in, block))
+            returned = Hook(self, partial(self._block_returned, block))
+            self._first.append(block.module.register_forward_hook(returned, with_kwargs=True, prepend=True))
             self._called(block.module, partial(self._block_out, block), always=measurer.watches_attention)
             for norm in dict.fromkeys((*block.norms, *block.inner_norms, *block.activations)):
                 self._before(norm, partial(self._norm_in, block))
@@ -525,6 +530,14 @@ class Recorder:
         elif last.beside is not None and any(value is last.beside for value in given):
             trace.pair = last
 
+    def _block_returned(
+        self, block: Block, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Note what a block itself returns, which other hooks may change."""
+        trace = self._trace_of(block)
+        if trace is not None:
+            trace.returned = self._passed_on(block, args, kwargs, output)
+
     def _block_out(self, block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if in_backward():
             repeated = self._checkpoints.running
@@ -557,7 +570,10 @@ class Recorder:
         others_returned = [ref(value) for value in returned]
         call.last = LastBlock(block.module, trace.run, trace.entered, x, beside, is_joined, others_returned)
         self._checkpoints.mark(x, call, trace.run)
-        trace.finish(out)
+        made = out
+        if trace.returned is not None and trace.returned is not x and beside is None:
+            made = stream_of(following.module, trace.returned, trace.known.channels_first)
+        trace.finish(out, made)
         self.norm_sites |= {norm: (site, layer) for (norm, _), site in trace.sites.items()}
         call.absent |= {f"{site} {layer}": reason for site, reason in trace.lost.items()}
         self._measurer.block_end(trace, out)

@@ -12,6 +12,7 @@ import torch
 from normlab.differences import Difference, diff
 from normlab.errors import NormlabError
 from normlab.files import whole_files
+from normlab.report import short_names
 from normlab.report.inputs import Loaded, batches, check_input, check_size, float_type, load
 
 ARRAYS = (".npz", ".safetensors")
@@ -58,7 +59,8 @@ def difference_report(
     other: Any = b if is_file else _causal(b, load(b, loaded.reader, device=device, any_size=any_size)).model
     result = diff(loaded.model, other, batch, gradients=gradients, dtype=computed_in)
     if out is not None:
-        write_difference(result, Path(out), f"{Path(a).name} and {Path(b).name}")
+        short = short_names([a, b])
+        write_difference(result, Path(out), f"{short[a]} and {Path(b).name if is_file else short[b]}")
     return result
 
 

@@ -24,10 +24,12 @@ from normlab.analysis.published import load_published
 from normlab.errors import NormlabError
 from normlab.figures.draw import axis_bounds
 from normlab.figures.profile import (
+    LINEAR,
     PlotOptions,
+    about_lines,
     drawing,
     log_axis,
-    log_remark,
+    log_remarks,
     plain,
     published_remark,
     published_values,
@@ -37,9 +39,9 @@ from normlab.figures.theme import message_figure, on_dark, style_of, template
 from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import PageWidget, plotly_text, static_text, write_page
 
-_ABOUT = """Small language models, trained on the same text from the same seeds. They differ in their normalization and,
-at the rate best, in their learning rate. Choose what was measured, move the sliders, and hover over a line for its
-value. Nothing is fetched: the data are in this page, and its address keeps the view you chose."""
+_ABOUT = """Small language models that differ in their normalization and, at the rate best, in their learning rate. What
+else they differ in stands under a plot's title. Choose what was measured, move the sliders, and hover over a line for
+its value. Nothing is fetched: the data are in this page, and its address keeps the view you chose."""
 DEFAULT_SITES = ("block_out", "block_in_grad")
 ABSOLUTE, RELATIVE = "absolute", "relative"
 _DIGITS = 4  # significant ones: what a plot can show, at half the size
@@ -271,9 +273,10 @@ def _drawings(
 ) -> dict[str, Any]:
     """A view with all its steps.
 
-    `traces` and `layout` are those of the first step, `frames` what differs at each. `axes` has a logarithmic one and
-    the usual one (for ratios the same). `ranges` has the range of the usual one that shows a scheme alone, `predicted`
-    the one that shows what theory predicts of it.
+    `traces` and `layout` are those of the first step, `frames` what differs at each, with what a log axis does not show
+    as `unseen`. `axes` has a logarithmic one and the usual one (for ratios the same). `ranges` has the range of the
+    usual one that shows a scheme alone, `predicted` the one that shows what theory predicts of it. `about` is a part of
+    the title, and what stands in its place where a band is drawn.
     """
     steps = profiles.steps(view.metric, view.site, view.mask, view.depth, view.rate)
     traces: dict[str, dict[str, Any]] = {}
@@ -281,12 +284,15 @@ def _drawings(
     axes: dict[str, Any] = {}
     frames = []
     ratios = log_axis(view, asked=False)
+    about = ["<br>".join(about_lines(view, band)) for band in (False, True)]
     for step in steps:
         at = replace(view, step=step)
         drawn = {kind: drawing(profiles, at, PlotOptions(log=kind == "log", theory=theory)) for kind in _KINDS}
         axes = {kind: one["layout"].pop("yaxis") for kind, one in drawn.items()}
         drawn["linear"]["layout"].pop("template")
         now = plain(drawn["linear"]["layout"], _DIGITS)
+        now["title"]["text"] = now["title"]["text"].replace(about[1], about[0])  # a reader may see no band
+        unseen = log_remarks(profiles, at) if axes["log"].get("type") == "log" else []
         lines = {trace["name"]: plain(trace, _DIGITS) for trace in drawn["linear"]["data"] if trace["name"] != "labels"}
         layout = layout or now
         labels = {k: [plain(t, _DIGITS) for t in one["data"] if t["name"] == "labels"] for k, one in drawn.items()}
@@ -295,7 +301,8 @@ def _drawings(
                 "layout": _differing(now, layout),
                 "data": {name: _differing(trace, traces.setdefault(name, trace)) for name, trace in lines.items()},
                 "labels": labels,
-                "remarks": [*profiles.remarks(at), *([log_remark(profiles, at)] if ratios else [])],
+                "remarks": [*profiles.remarks(at), *(unseen if ratios else [])],
+                "unseen": [] if ratios else unseen,
             }
         )
     on_log = axes.get("linear", {}).get("type") == "log"
@@ -311,8 +318,9 @@ def _drawings(
         "published": _printed(profiles, view, published),
         "remarks": {
             "theory": theory_remark(profiles, view) if theory else "",
-            "log": "" if ratios else log_remark(profiles, view),
+            "log": LINEAR if steps and axes["log"].get("type") != "log" else "",
         },
+        "about": about,
     }
 
 

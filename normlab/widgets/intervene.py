@@ -23,7 +23,8 @@ from normlab.widgets.change import Change, ask, ask_row
 from normlab.widgets.live import KERNEL, SCRIPTS, describe, model_spec, page_tokenizer, weights_of
 from normlab.widgets.plot import PageWidget, static_text
 
-MOST_BYTES = 64_000_000  # of weights that a browser is given; a larger model answers from the kernel
+# What a browser is given at most: bytes of weights, tokens of a text. Beyond that a model answers from the kernel.
+MOST_BYTES, MOST_TOKENS = 64_000_000, 4096
 
 
 class Intervene(PageWidget):
@@ -31,7 +32,8 @@ class Intervene(PageWidget):
 
     It is the page of `normlab page` in a notebook: layer sizes, tanh inputs beyond lambda, each block's worth, loss by
     token, the next token. Small models of ours run in the browser, with the weights they have when the widget is made.
-    Others answer from the kernel, as do models with hooks, pruned ones and those with adapters.
+    Others answer from the kernel, as do models with hooks, pruned ones and those with adapters, and texts of more than
+    4,096 tokens. In the browser a text that the reader writes is read up to 1,024 tokens.
 
     Traits: `change` (JSON of a `Change`; a `Change` can be set), `row` (of the text), `token` (its position; a negative
     one counts from the end).
@@ -58,9 +60,10 @@ class Intervene(PageWidget):
         self.tokens = _encode(text, tokenizer)
         about = describe(model, type(model).__name__)
         weights = b""
-        if sum(parameter.nbytes for parameter in model.parameters()) <= MOST_BYTES:
+        is_small = sum(parameter.nbytes for parameter in model.parameters()) <= MOST_BYTES
+        if is_small and self.tokens.shape[1] <= MOST_TOKENS:
             try:
-                about["spec"] = model_spec(model)
+                about["spec"] = model_spec(model, longest=self.tokens.shape[1])
                 weights = weights_of(model)
             except (NormlabError, AttributeError):  # a part that the page does not compute, or not a Llama
                 about["spec"] = None
@@ -79,7 +82,7 @@ class Intervene(PageWidget):
         if spec is None or name not in shipped_models():
             return ""
         kept = load_model(name, dtype=next(self.model.parameters()).dtype)
-        return name if model_spec(kept) == spec and weights_of(kept) == self.weights else ""
+        return name if model_spec(kept, self.tokens.shape[1]) == spec and weights_of(kept) == self.weights else ""
 
     @traitlets.validate("change")
     def _check(self, proposal: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from normlab.models.pretrained import BLOCKS, load_held_out, load_model, model_f
 from normlab.norms import BHyT, Derf, DyT, LayerNorm, RMSNorm
 from normlab.probes import sites
 from normlab.release import shipped_models
-from normlab.runs import MANIFEST, read_manifest
+from normlab.runs import MANIFEST, read_manifest, rounded_rate
 from normlab.schemes import BASELINE, DEFAULT
 from normlab.widgets.change import SLOPES, slope_of
 from normlab.widgets.plot import write_page
@@ -51,6 +51,7 @@ _MATRICES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gat
 MULTIPLE = 8  # of the kernel's columns
 _SAMPLE = 'def add(first, second):\n    """Return the sum of two numbers."""\n    return first + second\n'
 _LENGTH = 64  # tokens that the page reads of a passage
+LONGEST = 1024  # tokens that it reads of a reader's text: it reserves room for attention's scores, the square of that
 _CORPUS = "706651ba22eeaa569b6c02ab7e79d5e15baa4d9788560d460ac92b3b01fadfb7"  # content hash of the shipped models' text
 PASSAGES = {  # of its held-out blocks: the block, and the token at which a line begins
     "a docstring": (75, 32),
@@ -62,8 +63,10 @@ PASSAGES = {  # of its held-out blocks: the block, and the token at which a line
 }
 
 
-def model_spec(model: Any) -> dict[str, Any]:
+def model_spec(model: Any, longest: int = 0) -> dict[str, Any]:
     """The model as data for `static/model.js`: sizes, names of tensors, each norm.
+
+    longest: tokens of the longest text that it is given, where that is more than a reader may write.
 
     Raises:
         NormlabError: a part that the page does not compute, such as one with hooks.
@@ -104,7 +107,7 @@ def model_spec(model: Any) -> dict[str, Any]:
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "vocab": config.vocab_size,
-        "length": config.max_position_embeddings,
+        "length": max(longest, min(config.max_position_embeddings, LONGEST)),
         "theta": config.rope_parameters["rope_theta"],
         "scaling": attention.scaling,
         "embed": embed,
@@ -161,16 +164,22 @@ def _refuse(model: Any, part: str) -> None:
 
 
 def weights_of(model: Any) -> bytes:
-    """A safetensors file: a folder's as it is, or a model's present weights (bfloat16 and float32 are kept)."""
-    from safetensors.torch import save
+    """A safetensors file: a folder's, or a model's present weights.
 
-    if isinstance(model, str | Path):
-        return (Path(model) / "model.safetensors").read_bytes()
+    The page reads bfloat16 and float32: what is of another type becomes float32. A file without such is as it is.
+    """
+    from safetensors.torch import load, save
+
     kept = (torch.bfloat16, torch.float32)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    config: Any = model.config
-    if config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
+    if isinstance(model, str | Path):
+        raw = (Path(model) / "model.safetensors").read_bytes()
+        state = load(raw)
+        if all(tensor.dtype in kept for tensor in state.values()):
+            return raw
+    else:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        if model.config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
     return save({name: tensor if tensor.dtype in kept else tensor.float() for name, tensor in state.items()})
 
 
@@ -205,7 +214,7 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
     described = labelled(
         [
             describe(model, name)
-            | {"spec": model_spec(model), "rate": run.get("config", {}).get("lr"), "held_out": run.get("eval_loss")}
+            | {"spec": model_spec(model), "rate": _rate(run), "held_out": run.get("eval_loss")}
             for (name, model), run in zip(loaded.items(), runs, strict=True)
         ]
     )
@@ -228,6 +237,12 @@ def live_page(models: Sequence[str | Path], folder: str | Path) -> Path:
             script = f"WEIGHTS[{json.dumps(name)}] = {json.dumps(packed)};\n"
             (staged / f"{name}.js").write_text(script, encoding="utf-8")
     return folder / path.name
+
+
+def _rate(run: Mapping[str, Any]) -> float | None:
+    """The learning rate in a run's manifest, as `normlab.load_runs` has it; None where there is none."""
+    rate = run.get("config", {}).get("lr")
+    return None if rate is None else rounded_rate(rate)
 
 
 def labelled(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

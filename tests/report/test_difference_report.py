@@ -1,5 +1,7 @@
 """`normlab diff`: two saved models, or a model and arrays, from the command line."""
 
+import shutil
+
 import pandas
 import pytest
 from test_probes_report import TEXT, save, tiny_llama, without
@@ -33,6 +35,16 @@ def test_diff_names_the_block_and_writes_a_page_and_a_table(ported, tmp_path, ca
     assert table[table.parts].iloc[0][["site", "layer"]].tolist() == ["mlp_norm_out", 2]
     added = pandas.read_csv(tmp_path / "page" / "added.csv")
     assert added[added.parts]["layer"].tolist() == [2] and "Block 2 adds most error" in page
+
+
+def test_models_in_folders_of_one_name_are_told_apart(ported, tmp_path):
+    folder, text, _ = ported
+    models = [tmp_path / name / "final" for name in ("one", "two")]
+    for model, name in zip(models, ("original", "port"), strict=True):
+        shutil.copytree(folder / name, model)
+    options = ["--text", str(text), "--length", "16", "--out", str(tmp_path / "page"), "--quiet"]
+    assert main(["diff", *map(str, models), *options]) == 0
+    assert "<h1>one/final and two/final</h1>" in (tmp_path / "page" / "report.html").read_text()
 
 
 def test_diff_of_a_model_with_itself_and_bad_input_are_one_line(ported, tmp_path, capsys, refused):

@@ -17,7 +17,7 @@ from normlab.figures import METRICS
 from normlab.schemes import tagged
 from normlab.training.config import TrainConfig
 from normlab.widgets import NormExplorer
-from normlab.widgets.explorer import ABSOLUTE, RELATIVE
+from normlab.widgets.explorer import _ABOUT, ABSOLUTE, RELATIVE
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def predicted(scheme: str, depth: int, metric: str = "token_l2_mean", **changes:
 def remarks(explorer: NormExplorer, view: str = "block_out|token_l2_mean") -> str:
     """Remarks under a view after training: on the step, on theory and on a log axis."""
     found = explorer.answer({"view": f"{view}|all|4|best|{ABSOLUTE}", "theory": True})
-    return " · ".join([*found["frames"][-1]["remarks"], *found["remarks"].values()])
+    return " · ".join([*found["frames"][-1]["remarks"], *found["frames"][-1]["unseen"], *found["remarks"].values()])
 
 
 def test_theory_is_a_line_with_rings_where_it_says_something():
@@ -199,6 +199,49 @@ def test_theory_is_silent_about_models_that_it_does_not_know():
         assert "theory says nothing here" in remarks(explorer), about
 
 
+def test_models_that_were_trained_unlike_are_told_under_the_title():
+    ours = table(("pre_rmsnorm",)).assign(recipe="steps=20 optimizer=adamw", dtype="float32")
+    other = table(("lns",)).assign(recipe="steps=20 optimizer=muon", dtype="bfloat16")
+    runs = pd.concat([ours, other], ignore_index=True)
+    view = "block_out|token_l2_mean|all|4|best|{}"
+    explorer = NormExplorer(runs)
+    figures = [normlab.figures.profile(runs), normlab.figures.profile(runs, reference="pre_rmsnorm"), explorer.figure]
+    titles = [figure.layout.title.text for figure in figures]
+    for way in (ABSOLUTE, RELATIVE, "pre_rmsnorm"):
+        answer = explorer.answer({"view": view.format(way), "theory": False})
+        titles += [(answer["layout"] | frame["layout"])["title"]["text"] for frame in answer["frames"]]
+    for title in titles:
+        small = title.replace("<br>", " ")
+        assert "3 runs in float32" in small and "3 runs in bfloat16" in small
+        assert "trained unlike: optimizer adamw and muon (LNS)" in small
+    for alike in (NormExplorer(runs, schemes=["lns"]), NormExplorer(table())):
+        assert "unlike" not in alike.figure.layout.title.text and "runs in" not in alike.figure.layout.title.text
+    assert "same seeds" not in _ABOUT and "same text" not in _ABOUT
+
+
+def test_what_a_log_axis_does_not_show_is_told_by_step_and_scheme():
+    runs = table(("pre_rmsnorm", "lns", "bhyt"), depths=(4,))
+    runs = runs.replace({"metric": {"feature_var_mean": "saturation_95"}})  # of which an axis with zeros is linear
+    measured = runs["metric"].isin(["grad_l2_mean", "saturation_95"])
+    for scheme, step in (("lns", 0), ("bhyt", 20)):
+        runs.loc[measured & runs["scheme"].eq(scheme) & runs["step"].eq(step), "value"] = 0.0
+    explorer = NormExplorer(runs)
+    below = [["LNS: zero, below a log axis"], [], ["BHyT: zero, below a log axis"]]
+    found = explorer.answer({"view": f"block_in_grad|grad_l2_mean|all|4|best|{ABSOLUTE}", "theory": False})
+    assert [frame["unseen"] for frame in found["frames"]] == below and found["remarks"]["log"] == ""
+    found = explorer.answer({"view": f"block_out|saturation_95|all|4|best|{ABSOLUTE}", "theory": False})
+    assert found["axes"]["log"]["type"] == "linear" and not any(frame["unseen"] for frame in found["frames"])
+    assert found["remarks"]["log"] == "values that are not above 0 keep the axis linear"
+    explorer.metric, explorer.log, titles = "grad_l2_mean", True, []
+    for explorer.step in (0, 10, 20):
+        titles.append(explorer.figure.layout.title.text)
+    assert [[said for (said,) in below[::2] if said in title] for title in titles] == below
+    explorer.metric, explorer.step = "saturation_95", 0
+    assert "keep the axis linear" in explorer.figure.layout.title.text
+    explorer.log = False
+    assert "keep the axis linear" not in explorer.figure.layout.title.text
+
+
 def test_with_nothing_to_show_it_says_so():
     no_layers = one_run("bhyt").query("site == 'model'")
     for runs, remark in ((empty(), "no run has been trained yet"), (no_layers, "No layer was measured")):
@@ -226,7 +269,7 @@ def test_it_shows_what_there_is_and_says_what_is_missing():
     assert "log axis" not in remarks(some)
     zeros.loc[(zeros["scheme"] == "rmsnorm_gain") & (zeros["site"] == "block_in_grad"), "value"] = 0.0
     said = remarks(NormExplorer(zeros), "block_in_grad|grad_l2_mean")
-    assert "LNS; Pre-LN, gain λ/κ: zero, below a log axis" in said
+    assert "LNS: zero, below a log axis · Pre-LN, gain λ/κ: zero, below a log axis" in said
     configs = {run: config for run, config in configs_of(table()).items() if "gain" not in run}
     assert "(nothing of Pre-LN, gain λ/κ)" in remarks(NormExplorer(table(), configs=configs))
 

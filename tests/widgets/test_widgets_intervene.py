@@ -28,7 +28,7 @@ from widget_helpers import TOKENS, Mounted, model_of
 
 from normlab.errors import NormlabError
 from normlab.norms import TaperNorm
-from normlab.probes import sites, skip_sensitivity
+from normlab.probes import record, sites, skip_sensitivity
 from normlab.widgets import Intervene
 from normlab.widgets.change import Change, ask, ask_row, changed
 from normlab.widgets.live import model_spec
@@ -151,6 +151,42 @@ def test_skipping_a_block_costs_what_the_probe_says(model):
     for layer in (1, 2, 3):
         cost = ask(model, TOKENS, Change(layers={layer: {"block": 0}})).loss - whole
         assert cost == pytest.approx(probed[layer], abs=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0])
+@pytest.mark.parametrize("scheme", ["dyt", "bhyt"])
+def test_inside_a_dimmed_block_the_norms_are_measured(scheme, share):
+    model = model_of(scheme)
+    with torch.no_grad():
+        for norm in (norm for block in sites(model).blocks for norm in block.norms):
+            getattr(norm, "lam" if scheme == "bhyt" else "alpha").mul_(9)
+    seen, sizes = {}, []
+    hooks = [
+        block.norm_at("mlp_in").register_forward_pre_hook(
+            lambda norm, args, at=place: seen.setdefault(at, args[0].clone())
+        )
+        for place, block in enumerate(model.model.layers)
+    ]
+    hooks += [
+        module.register_forward_pre_hook(lambda _, args: sizes.append(args[0].norm(dim=-1).mean().item()))
+        for module in (*model.model.layers, model.model.norm)
+    ]
+    change = Change(layers={2: {"block": share}})
+    answer = ask_row(model, TOKENS[0].tolist(), change, 3)
+    for hook in hooks:
+        hook.remove()
+    assert answer["sizes"] == pytest.approx(sizes, rel=1e-5)
+    assert None not in answer["shares"]["attn"] and None not in answer["shares"]["mlp"]
+    if scheme == "dyt":
+        inputs = [model.model.layers[place].norm_at("mlp_in").tanh_input(seen[place]) for place in range(3)]
+        shares = [float((z.tanh().abs() > 0.95).float().mean()) for z in inputs]
+        assert answer["shares"]["mlp"] == pytest.approx(shares, abs=1e-6) and min(shares) > 0
+    else:
+        assert None not in answer["bounds"]["mlp"]
+    with changed(model, change), torch.no_grad(), record(model, ["rms", "relative_contribution"]) as recorder:
+        model(input_ids=TOKENS)
+    absent = recorder.stats().manifest["absent"]
+    assert absent["mlp 2"] == "a hook changes what the block returns" and not [at for at in absent if "norm" in at]
 
 
 class RMSNorm(torch.nn.Module):
@@ -277,6 +313,25 @@ def test_both_states_are_told_apart_without_colour_and_a_broken_model_has_gaps()
     for trace in Intervene(model, TOKENS).figure.data:
         numbers = [*(trace.x or ()), *(trace.y or ())]
         assert all(math.isfinite(v) for v in numbers if isinstance(v, float)), trace.name
+
+
+def test_a_change_that_breaks_the_model_leaves_the_likeliest_tokens_of_the_model_as_it_is():
+    widget = Intervene(model_of("pre_rmsnorm"), TOKENS)
+    likeliest = widget.before.next_token.argsort()[::-1][:8]
+    widget.change = {"gain": 1e30}
+    assert not math.isfinite(widget.now.loss)
+    assert [int(word[1:]) for word in traces(widget)["as it is token"].y] == likeliest.tolist()
+
+
+def test_the_browser_is_asked_for_room_for_the_texts_alone():
+    model = model_of("pre_rmsnorm", max_position_embeddings=32768)
+    assert model_spec(model)["length"] == 1024
+    assert model_spec(model_of("pre_rmsnorm"))["length"] == 12
+    for length, room in ((2, 1024), (2000, 2000)):
+        (about,) = Intervene(model, torch.zeros(1, length, dtype=torch.long)).data["models"]
+        assert about["spec"]["length"] == room
+    widget = Intervene(model, torch.zeros(1, 5000, dtype=torch.long))  # the kernel's
+    assert widget.data["models"][0]["spec"] is None and not widget.weights
 
 
 def test_words_of_a_tokenizer_are_no_markup():

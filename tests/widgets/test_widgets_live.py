@@ -3,12 +3,16 @@
 import gzip
 import json
 import random
+import re
+import shutil
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from browser_helpers import page_in
+from safetensors.torch import load, load_file, save_file
 from tokenizers import Tokenizer, processors
 
 import normlab
@@ -17,7 +21,7 @@ from normlab.errors import NormlabError
 from normlab.figures.theme import style_of
 from normlab.models.pretrained import model_folder
 from normlab.widgets.change import Change, ask
-from normlab.widgets.live import PASSAGES, labelled, live_page, page_tokenizer, pairs_of
+from normlab.widgets.live import PASSAGES, SCRIPTS, labelled, live_page, page_tokenizer, pairs_of, weights_of
 from normlab.widgets.plot import static_text
 
 MODELS = ["pre_rmsnorm-d8", "lns-d8", "bhyt-d8"]
@@ -188,6 +192,52 @@ def test_models_of_one_rate_are_offered_in_pairs_under_names_that_tell_them_apar
     assert len({model["label"] for model in made}) == len(made)
     other = [model | {"depth": 20 + at} for at, model in enumerate(made)]
     assert pairs_of(other) == []
+
+
+def test_rates_are_those_of_the_table_and_weights_are_of_types_that_the_page_reads(tmp_path):
+    rates = {"ours": 0.0003, "other": 0.1 * 0.003}
+    for name, rate in rates.items():
+        shutil.copytree(model_folder("pre_rmsnorm-d4"), tmp_path / name)
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        manifest["config"]["lr"] = rate
+        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest))
+    weights = tmp_path / "ours" / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    path = live_page([tmp_path / name for name in rates], tmp_path / "page")
+    packed = re.search('<script id="data" type="text/plain">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert packed is not None
+    page = json.loads(gzip.decompress(b64decode(packed[1])))
+    assert [model["rate"] for model in page["models"]] == [0.0003, 0.0003] and len(page["pairs"]) == 1
+    found = load(weights_of(tmp_path / "ours"))
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert all(torch.equal(tensor.half(), found[name].half()) for name, tensor in load_file(weights).items())
+    kept = model_folder("pre_rmsnorm-d4")
+    assert weights_of(kept) == (kept / "model.safetensors").read_bytes()
+
+
+# Looks of losses, and the tokens that are shown: of a changed model and of the model as trained.
+BROKEN = """source => {
+    const { lossLook, likeliest } = new Function(source + '; return { lossLook, likeliest };')();
+    const none = [NaN, NaN, NaN], some = [0.2, 0.001, 0.7];
+    const losses = [[NaN, 2, true], [Infinity, NaN, true], [4, 3.5, true], [NaN, NaN, false], [9, 2, false]];
+    return [losses.map(loss => lossLook(...loss)),
+            [likeliest(none, some), likeliest(some, none), likeliest(none, none), likeliest([0.9, 0.05, 0.001], some)]];
+}"""
+
+
+def test_what_is_not_finite_looks_the_worst_and_hides_no_token(browser):
+    with page_in(browser) as (page, errors):
+        page.goto("about:blank")
+        looks, tokens = page.evaluate(BROKEN, static_text(*SCRIPTS))
+        assert not errors
+    assert [(look["heat"], look["worse"], look["title"]) for look in looks] == [
+        (62, True, "loss not finite, as trained 2.00"),
+        (62, True, "loss not finite, as trained not finite"),
+        (31, False, "4.00 nats, as trained 3.50"),
+        (62, True, "loss not finite"),
+        (62, True, "9.00 nats"),
+    ]
+    assert tokens == [[2, 0], [2, 0], [], [0, 2, 1]]
 
 
 def test_passages_are_what_their_names_say():

@@ -1,5 +1,6 @@
 """The explorer as a page: it shows what the library computes, answers every control, and fetches nothing."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from normlab.figures.profile import PlotOptions, drawing, plain
 from normlab.figures.theme import style_of
 from normlab.schemes import tagged
 from normlab.widgets.explorer import NormExplorer, explorer_page, page_data
+from normlab.widgets.plot import static_text
 
 WAYS: dict[str, dict[str, Any]] = {
     "absolute": {},
@@ -73,6 +75,8 @@ def test_every_frame_is_what_the_explorer_draws(of_noisy, way, log):
         labels = frame["labels"]["log" if log else "linear"]
         traces = [shown_at(found, step, trace["name"]) for trace in found["traces"] if trace["name"] in frame["data"]]
         layout = found["layout"] | frame["layout"] | {"yaxis": found["axes"]["log" if log else "linear"]}
+        assert "shaded" not in layout["title"]["text"]  # the page says so where a band is drawn
+        layout["title"] = layout["title"] | {"text": layout["title"]["text"].replace(*found["about"])}
         made = go.Figure({"data": [*traces, *labels], "layout": layout})
         wanted = {trace.name: trace for trace in drawn.data}
         assert {trace.name for trace in made.data} == set(wanted)
@@ -213,8 +217,10 @@ def test_every_control_of_the_page_answers_the_keyboard(page):
     press("[name=play]", "Enter")  # goes to the end by itself, and stops there
     page.wait_for_function("() => document.querySelector('[name=step]').getAttribute('aria-valuetext') === '20'")
     page.wait_for_function("() => document.querySelector('[name=play]').textContent === 'play'")
+    until(page, "layout.title.text.includes('shaded: smallest to largest seed')")
     press("[name=band]")
     wait_for(page, "bhyt band", None)
+    until(page, "layout.title.text.includes('shaded') === false")
     press("[name=band]")
     press("#dark")
     assert page.evaluate("document.body.classList.contains('dark')")
@@ -262,6 +268,34 @@ def test_the_rate_has_a_slider_and_a_second_view_differs_on_the_same_axis(of_two
             text = title.bounding_box()
             assert box["x"] <= text["x"] and text["x"] + text["width"] <= box["x"] + box["width"]
         assert own.evaluate("document.documentElement.scrollWidth") <= width
+
+
+SAID = """([source, data, view, frame, state]) => {
+    const { titleOf, remarksOf } = new Function(source + '; return { titleOf, remarksOf };')();
+    return [titleOf(view, frame, state).text, remarksOf(data, view, frame, state)];
+}"""
+
+
+def test_the_words_on_bands_and_log_axes_are_of_the_schemes_that_are_ticked(page):
+    runs = pd.concat([table(("pre_rmsnorm",), depths=(4,)), table(("lns",), depths=(4,), seeds=(0,))])
+    gone = runs["scheme"].eq("lns") & runs["step"].eq(0) & runs["metric"].eq("grad_l2_mean")
+    explorer = NormExplorer(runs.assign(value=runs["value"].mask(gone, 0.0)))
+    view = explorer.answer({"view": "block_in_grad|grad_l2_mean|all|4|best|absolute", "theory": False})
+    below = ["LNS: zero, below a log axis"]
+    for step, schemes, band, log, shaded, remarks in (
+        (0, ["pre_rmsnorm", "lns"], True, True, True, below),
+        (0, ["pre_rmsnorm"], True, True, True, []),
+        (0, ["lns"], True, True, False, below),  # one seed
+        (20, ["pre_rmsnorm", "lns"], False, True, False, []),
+        (0, ["pre_rmsnorm", "lns"], True, False, True, []),
+    ):
+        state = {"schemes": schemes, "band": band, "log": log, "theory": False}
+        frame = view["frames"][view["steps"].index(step)]
+        given = [static_text("explorer.js"), explorer.choices, view, frame, state]
+        title, said = page.evaluate(SAID, json.loads(json.dumps(given)))
+        assert said == remarks and ("shaded: smallest to largest seed" in title) == shaded
+        explorer.schemes, explorer.band, explorer.metric, explorer.step = schemes, band, "grad_l2_mean", step
+        assert title == explorer.figure.layout.title.text  # on a linear axis
 
 
 def test_an_axis_fits_the_lines_that_are_left(page):

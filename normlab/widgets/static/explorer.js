@@ -31,6 +31,18 @@ function wrapped(title, width) {
   return [...lines(head, (width - 50) / LETTER.title), ...small.map(line => `${open}${line}</span>`)];
 }
 
+/* What a view says of itself under the switches: its title, with words on what is shaded where a band is drawn; remarks, without those
+   of schemes that are away. */
+function titleOf(view, frame, { schemes, band }) {
+  const { title } = { ...view?.layout, ...frame?.layout };
+  const isShaded = band && view.traces.some(({ name }) => name.endsWith(" band") && frame?.data[name] && schemes.includes(partsOf(name)[0]));
+  return isShaded ? { ...title, text: title.text.replace(view.about[0], () => view.about[1]) } : title;
+}
+function remarksOf(data, view, frame, { schemes, log, theory }) {
+  const away = data.schemes.filter(({ name }) => !schemes.includes(name)).map(({ title }) => title + ": ");
+  const said = [...(frame?.remarks ?? []), ...((log && frame?.unseen) || [])].filter(remark => !away.some(start => remark.startsWith(start)));
+  return [...said, theory && view?.remarks.theory, log && view?.remarks.log].filter(Boolean);
+}
 /* A template with a layout over it: plotly would put the two together at every move. */
 function merged(below, above) {
   const part = key => below[key] && above[key] && typeof below[key] === "object" && typeof above[key] === "object" ? merged(below[key], above[key]) : above[key] ?? below[key];
@@ -147,7 +159,7 @@ function explorerPane(data, host, state, told, beside) {
       axis.tickmode = "auto";
     }
     width = find(".plot").clientWidth;
-    const narrow = width < NARROW, { title } = { ...now?.layout, ...frame?.layout }, heading = narrow ? wrapped(title?.text ?? "", width) : [];
+    const narrow = width < NARROW, title = now && titleOf(now, frame, state), heading = narrow ? wrapped(title?.text ?? "", width) : [];
     own = { what: `${state.metric}|${state.way}|${axis.type}`, axis, above: Math.max(0, heading.length - 3) * LINE };
     const common = shared(), legend = fits || narrow || common.axis !== axis; // names at lines' ends are placed for their own axis
     aligned = JSON.stringify(common);
@@ -161,7 +173,7 @@ function explorerPane(data, host, state, told, beside) {
     }
     if (printed && traces.length) traces.push(inked(printed.trace));
     if (!legend) traces.push(...(frame?.labels[kind] ?? []).map(labels => inked(someLabels(labels, new Set(Object.values(titles))))));
-    const layout = merged(data.templates[host.dark() ? "dark" : "light"].layout, { ...now?.layout, ...frame?.layout, yaxis: common.axis });
+    const layout = merged(data.templates[host.dark() ? "dark" : "light"].layout, { ...now?.layout, ...frame?.layout, title, yaxis: common.axis });
     if (legend) Object.assign(layout, { showlegend: true, legend: { x: 1.02, y: 1, yanchor: "top" } });
     if (narrow) place(layout, traces, heading, common.above);
     if (printed && layout.xaxis?.range) layout.xaxis = { ...layout.xaxis, range: [layout.xaxis.range[0], Math.max(layout.xaxis.range[1], printed.deepest)] };
@@ -173,10 +185,7 @@ function explorerPane(data, host, state, told, beside) {
       at(name).setAttribute("aria-valuetext", value);
     }
     find(".plot").setAttribute("aria-label", `${at("metric").selectedOptions[0]?.text} by layer, depth ${depth}, step ${step ?? "none"}`);
-    const away = data.schemes.filter(({ name }) => !(name in titles)).map(({ title }) => title + ": "); // what is said of those is left out
-    const said = (frame?.remarks ?? []).filter(remark => !away.some(start => remark.startsWith(start)));
-    find(".remarks").textContent = [...said, state.theory && now?.remarks.theory, state.log && now?.remarks.log, printed && printed.remark]
-      .filter(Boolean).join(" · ");
+    find(".remarks").textContent = [...remarksOf(data, now, frame, state), printed && printed.remark].filter(Boolean).join(" · ");
     plot.show({ data: traces, layout: structuredClone(layout) }); // plotly writes into what it draws
     if (!find("pre").hidden) find("pre").textContent = code();
     told(state);

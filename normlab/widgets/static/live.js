@@ -78,6 +78,20 @@ function replaceButtons(parent, ...children) {
 }
 /* Where a position is in a text: a negative one counts from the end, none is the last token's, one beyond the text the nearest. */
 const placeIn = ({ length }, at) => Math.max(0, Math.min(at < 0 ? length + at : at ?? length - 1, length - 1));
+/* How a token's loss looks: its colour in percent, whether it is underlined, and in words. A loss that is not finite is the worst. */
+const MOST_NATS = 8; // at which a token has the strongest colour
+function lossLook(nats, old, changes) {
+  const isBroken = !Number.isFinite(nats), said = value => (Number.isFinite(value) ? value.toFixed(2) : "not finite");
+  return {
+    heat: Math.round(62 * (isBroken ? 1 : Math.min(nats / MOST_NATS, 1))), worse: isBroken || nats - old >= 1,
+    title: `${isBroken ? "loss not finite" : `${said(nats)} nats`}${changes ? `, as trained ${said(old)}` : ""}`,
+  };
+}
+/* The tokens that two sets of chances make likeliest, at most eight; of a broken model's, which are not finite, the other's count. */
+function likeliest(now, old) {
+  const most = token => [now[token], old[token]].reduce((a, b) => (b > a || !Number.isFinite(a) ? b : a));
+  return now.map((_, token) => token).filter(token => most(token) > 0.004).sort((a, b) => most(b) - most(a)).slice(0, 8);
+}
 const differs = change => JSON.stringify(change) !== "{}";
 
 /* Drop what changes nothing, so that equal changes are written alike. */
@@ -97,7 +111,7 @@ class Panel {
       element("div", { className: "charts" }, part("profile"), part("cost"), element("div", {}, element("h3", { textContent: "next token" }),
         element("p", { className: "unit", textContent: "probability; grey: as trained" }), part("next")), part("share")),
       element("div", {}, element("h3", { textContent: "loss by token" }),
-        element("p", { className: "unit", textContent: "stronger colour: more nats; underlined: at least 1 more than as trained. Choose a token to see what follows." }), part("text")));
+        element("p", { className: "unit", textContent: "stronger colour: more nats; underlined: at least 1 more than as trained, or not finite. Choose a token to see what follows." }), part("text")));
     this.share.hidden = !model.traits.includes("slope");
     const facts = [model.rate != null && `learning rate ${model.rate}`, model.held_out != null && `held-out loss ${model.held_out.toFixed(3)}`].filter(Boolean);
     this.head.append(element("h2", { textContent: model.title }), ...(facts.length ? [element("p", { className: "facts", textContent: facts.join(" · ") })] : []),
@@ -201,12 +215,12 @@ class Panel {
     this.cost.classList.toggle("stale", this.stale);
     this.cost.classList.toggle("other", !this.known);
     for (const [name, shown] of Object.entries(charts)) if (!this[name].hidden) chart(this[name], { ...shown, width }, fits[name]);
-    const most = 8; // nats at which a token has the strongest colour
     [...this.text.children].forEach((word, place) => {
       const nats = place ? now.losses[place - 1] : 0, old = place ? before.losses[place - 1] : 0;
-      word.style.setProperty("--heat", `${Math.round(62 * Math.min(nats / most, 1))}%`);
-      word.classList.toggle("worse", nats - old >= 1);
-      word.title = place ? `${nats.toFixed(2)} nats${changes ? `, as trained ${old.toFixed(2)}` : ""}` : "the first token is not predicted";
+      const { heat, worse, title } = lossLook(nats, old, changes);
+      word.style.setProperty("--heat", `${heat}%`);
+      word.classList.toggle("worse", worse);
+      word.title = place ? title : "the first token is not predicted";
     });
     this.drawNext();
   }
@@ -218,11 +232,10 @@ class Panel {
       return weights.map(weight => weight / sum);
     };
     const old = chances(this.before), now = chances(this.now), word = token => this.data.words?.decode(token) ?? `#${token}`;
-    const top = now.map((_, token) => token).filter(token => Math.max(now[token], old[token]) > 0.004)
-      .sort((a, b) => Math.max(now[b], old[b]) - Math.max(now[a], old[a])).slice(0, 8);
-    this.next.innerHTML = `<table><tbody>${top.map(token => `<tr><th scope="row">${escapeText(JSON.stringify(word(token)).slice(1, -1)).replaceAll(" ", "␣")}</th>
-      <td><i style="width:${100 * now[token]}%"></i><i class="old" style="width:${100 * old[token]}%"></i></td>
-      <td class="value">${(100 * now[token]).toFixed(1)}%</td></tr>`).join("")}</tbody></table>`;
+    const percent = chance => (Number.isFinite(chance) ? 100 * chance : 0);
+    this.next.innerHTML = `<table><tbody>${likeliest(now, old).map(token => `<tr><th scope="row">${escapeText(JSON.stringify(word(token)).slice(1, -1)).replaceAll(" ", "␣")}</th>
+      <td><i style="width:${percent(now[token])}%"></i><i class="old" style="width:${percent(old[token])}%"></i></td>
+      <td class="value">${Number.isFinite(now[token]) ? `${percent(now[token]).toFixed(1)}%` : "not finite"}</td></tr>`).join("")}</tbody></table>`;
   }
 }
 
@@ -286,7 +299,7 @@ function live(root, data, host) {
   }
   const current = () => [state.model, state.against].filter((name, place, all) => name && all.indexOf(name) === place).map(name => byName[name]);
   const tokensNow = () => {
-    if (typeof state.text === "string" && data.tokenizer) return data.words.encode(state.text).slice(0, Math.min(...current().map(model => model.length)));
+    if (typeof state.text === "string" && data.tokenizer) return data.words.encode(state.text).slice(0, Math.min(...current().map(model => model.spec?.length ?? model.length)));
     return (data.passages[state.text] ?? data.passages[0]).tokens;
   };
 
