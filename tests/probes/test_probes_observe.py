@@ -13,6 +13,7 @@ import pytest
 import torch
 from probe_toys import PreLN, Stack, X
 from probe_zoo import build, tiny_llama, token_batch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper, checkpoint_wrapper
 from training_helpers import FORKS, observe_for_ever, until
 
 import normlab
@@ -193,6 +194,33 @@ def test_only_modules_that_are_alike_share_a_row_of_weights():
     for part in ("0.weight", "0.bias", "1.weight", "1.bias"):
         expected[f"experts.*.{part}"] = sum(sizes[f"experts.{expert}.{part}"] for expert in range(3)) / 3
     assert table.to_dict() == pytest.approx(expected, rel=1e-5) and len(expected) == 16
+
+
+def weights_of(model) -> pandas.DataFrame:
+    """`parameter_rms` after a step of training."""
+    with normlab.observe(model, every=1, metrics=["rms"], mask=lambda call: torch.ones(X.shape[:2])) as observer:
+        model(X).sum().backward()
+        observer.step(1.0, 0)
+    assert "weights" not in observer.absent
+    return observer.to_pandas().query("metric == 'parameter_rms'").reset_index(drop=True)
+
+
+@pytest.mark.parametrize(("wrap", "part"), [(checkpoint_wrapper, "blocks"), (OffloadWrapper, "experts")])
+def test_wrappers_that_rename_parameters_change_no_weight(wrap, part):
+    plain, wrapped = Stack(Sizes, Sizes), Stack(Sizes, Sizes)
+    wrapped.load_state_dict(plain.state_dict())
+    for modules in [wrapped.layers] if part == "blocks" else [block.experts for block in wrapped.layers]:
+        for number, module in enumerate(modules):
+            modules[number] = wrap(module)
+    pandas.testing.assert_frame_equal(weights_of(wrapped), weights_of(plain))
+
+
+def test_a_weight_that_is_no_number_shows_in_the_mean_of_modules_alike():
+    model = Stack(Sizes, Sizes)
+    torch.nn.init.constant_(model.layers[1].experts[2][0].bias, math.nan)
+    table = weights_of(model)
+    undefined = table[table["value"].isna()]
+    assert undefined[["site", "layer"]].values.tolist() == [["experts.*.0.bias", 2]]
 
 
 def test_values_that_are_not_finite_leave_at_once_and_training_goes_on():
