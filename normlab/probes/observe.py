@@ -317,12 +317,23 @@ def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
             if weight.is_meta:
                 without = f"{block.name}.{name} is on the meta device, where tensors have no values"
             elif weight.is_floating_point() and weight.numel():
-                norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)
-                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
                 site = f"{starred[path]}.{own}".removeprefix(".")
-                found[site, block.layer].append(norm.item() / weight.numel() ** 0.5)
+                try:
+                    rms = _rms(weight.detach())
+                except Exception as error:  # training goes on
+                    without = f"{block.name}.{name} has no norm ({type(error).__name__})"
+                    continue
+                found[site, block.layer].append(rms)
     rows = [(step, site, layer, "parameter_rms", "all", sum(x) / len(x)) for (site, layer), x in found.items()]
     return pandas.DataFrame(rows, columns=COLUMNS), without
+
+
+def _rms(weight: Tensor) -> float:
+    """The root mean square of a weight's numbers."""
+    numbers = weight.float() if weight.itemsize == 1 else weight  # of float8 PyTorch has no norm
+    norm = torch.linalg.vector_norm(numbers, dtype=torch.float32)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
+    return norm.item() / numbers.numel() ** 0.5
 
 
 def _starred(block: nn.Module) -> dict[str, str]:

@@ -223,6 +223,27 @@ def test_a_weight_that_is_no_number_shows_in_the_mean_of_modules_alike():
     assert undefined[["site", "layer"]].values.tolist() == [["experts.*.0.bias", 2]]
 
 
+def test_weights_in_float8_are_read():
+    model = Stack(Sizes, Sizes)
+    code = torch.full((4,), 2.0).to(torch.float8_e4m3fn)
+    model.layers[1].register_parameter("code", torch.nn.Parameter(code, requires_grad=False))
+    table = weights_of(model)
+    assert table[table["site"] == "code"][["layer", "value"]].values.tolist() == [[2, 2.0]]
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="of newer PyTorch")
+def test_a_weight_of_which_there_is_no_norm_is_left_out_with_a_warning():
+    model = Stack(Sizes, Sizes)
+    code = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    model.layers[1].register_parameter("code", torch.nn.Parameter(code, requires_grad=False))
+    with torch.no_grad(), normlab.observe(model, every=1, metrics=["rms"]) as observer:
+        model(X)
+        with pytest.warns(UserWarning, match="step 0: weights are left out: layers.1.code has no norm"):
+            observer.step(1.0, 0)
+    table = observer.to_pandas().query("metric == 'parameter_rms'")
+    assert len(table) == 32 and "code" not in set(table["site"])
+
+
 def test_values_that_are_not_finite_leave_at_once_and_training_goes_on():
     model = tiny_llama()
     with normlab.observe(model, every=1) as observer:
