@@ -24,6 +24,7 @@ from normlab.probes.forward_call import CallInputs, LossTokens, TokenMask, unset
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.sites import Sites, sites
+from normlab.probes.statistics import real_numbers
 from normlab.probes.updates import METRICS as UPDATES
 from normlab.probes.updates import Updates
 
@@ -316,7 +317,7 @@ def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
             weight = _stored(block.module.get_submodule(path), own, parameter)
             if weight.is_meta:
                 without = f"{block.name}.{name} is on the meta device, where tensors have no values"
-            elif weight.is_floating_point() and weight.numel():
+            elif (weight.is_floating_point() or weight.is_complex()) and weight.numel():
                 site = f"{starred[path]}.{own}".removeprefix(".")
                 try:
                     rms = _rms(weight.detach())
@@ -329,8 +330,9 @@ def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
 
 
 def _rms(weight: Tensor) -> float:
-    """The root mean square of a weight's numbers."""
-    numbers = weight.float() if weight.itemsize == 1 else weight  # of float8 PyTorch has no norm
+    """The root mean square of a weight's numbers, of which a complex one is two."""
+    numbers = real_numbers(weight)
+    numbers = numbers.float() if numbers.itemsize == 1 else numbers  # of float8 PyTorch has no norm
     norm = torch.linalg.vector_norm(numbers, dtype=torch.float32)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
     return norm.item() / numbers.numel() ** 0.5

@@ -244,6 +244,39 @@ def test_a_weight_of_which_there_is_no_norm_is_left_out_with_a_warning():
     assert len(table) == 32 and "code" not in set(table["site"])
 
 
+class Complex(torch.nn.Module):
+    """A block with a complex matrix, of which both parts are trained."""
+
+    def __init__(self):
+        super().__init__()
+        width = X.shape[-1]
+        self.norm = torch.nn.RMSNorm(width)
+        self.matrix = torch.nn.Parameter(torch.randn(width, width, dtype=torch.complex64) / 4)
+
+    def forward(self, x):
+        return x + (self.norm(x).to(torch.complex64) @ self.matrix @ self.matrix).real
+
+
+def test_a_complex_number_is_two_numbers():
+    model = Stack(Complex, Complex)
+    block = model.layers[1]
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    observer = normlab.observe(model, every=1, metrics=["rms"], optimizer=adam, mask=lambda call: torch.ones(2, 10))
+    model(X).square().sum().backward()
+    before = [p.detach().clone() for p in block.parameters()]
+    adam.step()
+    count = sum(p.numel() * (2 if p.is_complex() else 1) for p in before)
+    moved = sum(float((p.detach() - w).abs().square().sum()) for p, w in zip(block.parameters(), before, strict=True))
+    size = sum(float(p.detach().abs().square().sum()) for p in block.parameters())
+    gradient = (sum(float(p.grad.abs().square().sum()) for p in block.parameters()) / count) ** 0.5
+    observer.step(1.0, 0)
+    table = observer.to_pandas().query("layer == 2").set_index(["metric", "site"])["value"]
+    expected = {"update_ratio": (moved / size) ** 0.5, "first_moment": gradient, "second_moment": gradient}
+    assert {metric: table[metric, "parameters"] for metric in expected} == pytest.approx(expected, rel=1e-4)
+    parts = torch.view_as_real(block.matrix.detach())
+    assert table["parameter_rms", "matrix"] == pytest.approx(float(parts.square().mean().sqrt()), rel=1e-5)
+
+
 def test_values_that_are_not_finite_leave_at_once_and_training_goes_on():
     model = tiny_llama()
     with normlab.observe(model, every=1) as observer:
