@@ -159,6 +159,10 @@ class Accumulator:
         for site, layer in group.keys() - fitting.keys():
             call.absent[f"{site} {layer}"] = "its width differs between calls"
 
+    def places(self, kind: str) -> set[Place]:
+        """Where something of a kind was merged."""
+        return {place for (of, _), moments in self._moments.items() if of == kind for place in moments.widths}
+
     def without_tokens(self) -> list[tuple[str, int, str]]:
         """(site, layer, mask) of which no token was counted, so that they have no rows."""
         found = [row for (kind, _), moments in self._moments.items() if kind != "gradient" for row in moments.empty()]

@@ -643,6 +643,7 @@ class Call:
         self.hooked: dict[tuple[Any, int], list[Place | NormRead]] = {}
         self.watched: set[Any] = set()  # where gradient hooks were set
         self.views: list[tuple[Tensor, int, list[Any]]] = []  # views with a gradient hook, their versions, their places
+        self.is_awaited = self.is_reached = False  # a gradient may still come to it; one came
         self.waits = False  # a checkpoint will hand over tensors whose gradients are wanted
         self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why

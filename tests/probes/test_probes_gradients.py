@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normlab.errors import NormlabError
-from normlab.probes import METRICS, record
+from normlab.probes import METRICS, checkpoints, record
 from normlab.probes.forward_call import READINGS, labels_averaged
 from normlab.probes.gradients import NOT_RETURNED, TIMES_ZERO
+from normlab.probes.record import NO_GRADIENT, NO_START
 
 GRADIENTS = ["grad_l2_mean", "grad_l2_total"]
 EVERYTHING = list(METRICS)
@@ -79,6 +81,52 @@ def test_gradient_checkpointing_counts_every_token_once(batch, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert trained_step(model, batch, EVERYTHING) == near(plain)
+
+
+@pytest.mark.parametrize("tells", ["hooks", "frames"])
+def test_a_checkpoint_on_a_frozen_input_trains_as_without_the_recording(tells, monkeypatch):
+    if tells == "frames":
+        monkeypatch.setattr(checkpoints, "_TOP_HOOKS", None)
+    x, trained, tables = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)), [], []
+    for reentrant, is_recorded in ((False, False), (False, True), (None, True)):
+        model = Blocks(False, reentrant)
+        with record(model, ["token_l2_mean", *GRADIENTS], loss_tokens=1) if is_recorded else nullcontext() as rec:
+            model(x).square().sum().backward()
+        trained.append([p.grad for p in model.parameters()])
+        tables.append(rec and values(rec.stats()))
+    assert all(torch.equal(a, b) for a, b in zip(*trained[:2], strict=True))
+    lost = {("block_in_grad", 1), ("attn_norm_in_grad", 1)}
+    assert tables[1] == near({place: value for place, value in tables[2].items() if place[:2] not in lost})
+    with record(Blocks(False, False), GRADIENTS, loss_tokens=1) as rec:
+        loss = rec.sites.model(x).square().sum()
+        with pytest.raises(NormlabError, match="needs no gradient: call loss.backward"):
+            rec.backward(loss)
+        loss.backward()
+    absent = rec.stats().manifest["absent"]
+    assert lost == {(site, int(layer)) for site, layer in map(str.split, absent) if site.endswith("_grad")}
+    assert absent["block_in_grad 1"] == NO_START and absent["attn_norm_in_grad 1"] == NO_GRADIENT
+
+
+class HalfTrained(nn.Module):
+    """The first block runs without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Accumulating(False) for _ in range(2))
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.layers[0](x)
+        return self.layers[1](x)
+
+
+def test_where_no_gradient_came_has_the_reason():
+    with record(HalfTrained(), GRADIENTS, loss_tokens=1, masks=["all"]) as rec:
+        rec.sites.model(torch.ones(2, 5, 8)).square().sum().backward()
+    assert {place[:2] for place in values(rec.stats())} == {("mlp_norm_in_grad", 2)}
+    lost = {f"{site}_grad {layer}" for site in ("block_in", "attn_norm_in") for layer in (1, 2)}
+    lost.add("mlp_norm_in_grad 1")
+    assert rec.stats().manifest["absent"] == dict.fromkeys(lost, NO_GRADIENT)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

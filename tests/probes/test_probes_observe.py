@@ -534,6 +534,21 @@ def test_what_is_missing_is_kept_without_a_warning_and_left_out_weights_too():
     assert observer.absent == missing | {"weights": weights}
 
 
+def test_forward_passes_that_nobody_differentiates_are_told_where_others_are():
+    model = tiny_llama()
+    with normlab.observe(model, every=1) as observer:
+        model(**token_batch())  # a batch that the loop skips
+        with pytest.warns(UserWarning, match="step 0: tokens of forward passes without a backward pass: 1 of 2 had"):
+            step_of(observer, model, 0)
+        model.requires_grad_(False)
+        with torch.no_grad():
+            model(**token_batch())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step_of(observer, model, 1)
+    assert [name for name in observer.absent if name.startswith("tokens")]
+
+
 def test_readings_that_are_forgotten_take_what_was_absent_with_them():
     readings = Readings()
     for step, place in enumerate(["mlp 1", "mlp 2"]):
