@@ -20,7 +20,7 @@ from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.checkpoints import Checkpoints, in_backward, is_packed
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask, unsettled
-from normlab.probes.gradients import watch_loss
+from normlab.probes.gradients import watch_logits, watch_loss
 from normlab.probes.hooks import EXPERIMENTS, Hook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
@@ -78,9 +78,10 @@ def record(
                                                    the residual path included
 
     Gradients are of the loss *summed* over labels. That of the returned loss is multiplied by the number of labels it
-    averages over, and divided by what the loss was multiplied by before `backward`, such as a scale. With `loss_tokens`
-    what arrives is multiplied by that. Gradients of several backward passes through one forward pass are summed. A pass
-    that adds to no `.grad` counts if it is alone.
+    averages over, and divided by what the loss was multiplied by before `backward`, such as a scale. Where a term of
+    the returned logits is differentiated beside it, they are left out. With `loss_tokens` what arrives is multiplied by
+    that. Gradients of several backward passes through one forward pass are summed. A pass that adds to no `.grad`
+    counts if it is alone.
 
     Of a block that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them. A
     block that runs again in one call is a further layer, if it reads what comes from the last output. From other
@@ -391,10 +392,12 @@ class Recorder:
                     one.inputs.labels_averaged, one.inputs.unknown = call.inputs.labels_averaged, call.inputs.unknown
                     if one.layer:
                         self._resolve_loss(one)
-                watch_loss(call.inputs.loss, [one for one in passes if one.counts_labels])
+                counting = [one for one in passes if one.counts_labels]
+                watch_loss(call.inputs.loss, counting)
+                self._watch_logits(call, counting)
         finally:
             for one in passes:
-                one.inputs.loss = None  # which holds the graph
+                one.inputs.loss = one.inputs.logits = None  # which hold the graph
             call.close()
         if complete:
             with self._lock:
@@ -405,6 +408,12 @@ class Recorder:
                     self._calls += bool(one.layer)
                     self._idle_calls += not one.layer
                     self._layers = max(self._layers, one.layer)
+
+    def _watch_logits(self, call: Call, counting: Sequence[Call]) -> None:
+        try:
+            watch_logits(call.inputs.logits, call.inputs.loss, counting)
+        except Exception as error:  # then it is not seen what else is differentiated
+            call.absent["logits"] = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def _end_pass(self, call: Call) -> None:
         if call.is_added_to and call.last is not None:  # no norm has shown what is added to
@@ -424,7 +433,7 @@ class Recorder:
     def _next_pass(self, call: Call) -> Call:
         """Begin another pass of the blocks in the same call of the model; one that was interrupted is dropped."""
         is_whole, inputs = call.running is None, call.inputs.following(call.entered, call.looked_up)
-        call.inputs.loss = None  # of one text
+        call.inputs.loss = call.inputs.logits = None  # of one text
         self._end_pass(call)
         new = self._open_call()
         new.inputs, new.earlier = inputs, [*call.earlier, *([call] if is_whole else [])]
