@@ -21,7 +21,7 @@ from normlab.probes.block_trace import BlockTrace
 from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
 from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
-from normlab.probes.gradients import Arrivals, GradientHook, edge_of, is_beside, source_of, why_no_factor
+from normlab.probes.gradients import BESIDE, Arrivals, GradientHook, edge_of, is_beside, source_of, why_no_factor
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
 from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32, without_autocast
 
@@ -159,6 +159,10 @@ class Accumulator:
         for site, layer in group.keys() - fitting.keys():
             call.absent[f"{site} {layer}"] = "its width differs between calls"
 
+    def places(self, kind: str) -> set[Place]:
+        """Where something of a kind was merged."""
+        return {place for (of, _), moments in self._moments.items() if of == kind for place in moments.widths}
+
     def without_tokens(self) -> list[tuple[str, int, str]]:
         """(site, layer, mask) of which no token was counted, so that they have no rows."""
         found = [row for (kind, _), moments in self._moments.items() if kind != "gradient" for row in moments.empty()]
@@ -293,10 +297,15 @@ class Measurer:
     def take_gradients(self, with_open: bool) -> dict[Call, list[Staged]]:
         """The gradients that have arrived since the last time, by call; `with_open`: those that may grow, too."""
         by_call: dict[Call, list[Staged]] = defaultdict(list)
-        for arrival in self._arrivals.take(with_open):
+        arrivals = self._arrivals.take(with_open)
+        calls = {arrival.call for arrival in arrivals if arrival.staged is not None}
+        mixed = {call for call in calls if call.logits is not None and call.logits.has_more(call)}
+        for arrival in arrivals:
             known = (place for where in arrival.places if (place := _place(where, is_gradient=True)) is not None)
             staged = arrival.staged
-            if staged is None:
+            if arrival.call in mixed:
+                arrival.call.absent[GRADIENTS], staged = BESIDE, None
+            elif staged is None:
                 arrival.call.absent.setdefault(GRADIENTS, why_no_factor(arrival.call))
             by_call[arrival.call] += [] if staged is None else [staged._replace(where=place) for place in known]
         return by_call

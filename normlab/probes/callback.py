@@ -26,6 +26,7 @@ from normlab.probes.observe import (
     require_folder,
 )
 from normlab.probes.sites import sites
+from normlab.probes.statistics import real_numbers
 
 if TYPE_CHECKING:
     import pandas
@@ -55,9 +56,10 @@ class UpdateRatio:
         """The ratio by parameter name; NaN for a matrix that was zero."""
         now, ratios = dict(self._model.named_parameters()), []
         for name, before in self._before.items():
-            step = torch.linalg.vector_norm(now[name].detach().float() - before.float())
-            ratio = step / torch.linalg.vector_norm(before.float())
-            ratios.append(ratio.full_tensor() if isinstance(ratio, DTensor) else ratio)  # of a matrix split over ranks
+            old, new = (real_numbers(x.detach()).float() for x in (before, now[name]))
+            norms = torch.linalg.vector_norm(new - old), torch.linalg.vector_norm(old)
+            step, size = (x.full_tensor() if isinstance(x, DTensor) else x for x in norms)  # of one split over ranks
+            ratios.append((step / size).masked_fill(size == 0, torch.nan))
         return dict(zip(self._before, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from typing import Any
@@ -14,10 +15,23 @@ from normlab.probes.forward_call import Call, Run
 from normlab.probes.layout import same_tensor
 from normlab.probes.sites import Block
 
+# The hooks on saved tensors that are on; before PyTorch 2.8 only the frames tell that a checkpoint runs.
+_TOP_HOOKS: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
 
 def in_backward() -> bool:
     """True while autograd runs a backward pass in this thread: a forward that runs then is a checkpoint's."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_packed() -> bool:
+    """True where hooks take what is saved for the backward pass, as in a checkpoint that is not reentrant."""
+    if _TOP_HOOKS is not None:
+        return _TOP_HOOKS(False) is not None
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _metadata(node: Any) -> dict[Any, Any]:

@@ -36,6 +36,7 @@ from normlab.probes.stream_sums import Rows
 IGNORED_LABEL = -100
 GRADIENTS = "gradients"  # in `absent`: why gradients of a forward pass are left out
 CHUNK = 1 << 22  # 16 MiB of float32 logits at a time
+HALF = (torch.float16, torch.bfloat16)
 CLOSE = 1e-3  # largest relative distance of a loss from its reading, in half precision
 ROUNDINGS = 32  # the largest of a loss in float32, in roundings of its terms
 APART = 4.0  # how much nearer it must be than readings of another divisor
@@ -161,7 +162,7 @@ def _compared(
 
 def _is_half(loss: Tensor) -> bool:
     """True if a loss has half precision, whatever its type."""
-    return any(bool(loss == loss.to(kind)) for kind in (torch.float16, torch.bfloat16))
+    return any(bool(loss == loss.to(kind)) for kind in HALF)
 
 
 @torch.no_grad()
@@ -361,7 +362,8 @@ class CallInputs:
         # Whether the model hands the stack vectors that the caller did not give; None where no module holds it alone.
         self.is_handed_states: bool | None = None
         self.labels_averaged: float | Tensor | None = None
-        self.loss: Tensor | None = None  # that is compared, until the call ends
+        self.loss: Tensor | None = None  # that is compared, until the call ends, and the logits that told the labels
+        self.logits: Tensor | None = None
         self._losses: list[Tensor] = []  # the values of those that were, from the inside out
         self.settled = unsettled()  # by earlier calls
         self.unknown = "this call has no countable labels"
@@ -386,7 +388,7 @@ class CallInputs:
         if all(name not in _KNOWN and x.is_floating_point() for name, x in tensors.items()):
             if any(ids is self.arguments.get(name) for ids in tokens for name in _TOKENS):
                 same = copy(self)
-                same.labels_averaged, same.loss, same._losses = None, None, []
+                same.labels_averaged, same.loss, same.logits, same._losses = None, None, None, []
                 return same
             masks = [given_mask(name, self.arguments) for name in _MASKS if name in self.arguments]
             if self.mask is not None or any(not isinstance(x, Tensor) or bool((x == 0).any()) for x in masks):
@@ -463,7 +465,7 @@ class CallInputs:
             self._losses.append(loss.detach())
         elif self.labels_averaged is not None:
             return
-        self.labels_averaged = None
+        self.labels_averaged = self.logits = None
         if logits is None:
             self.unknown = "the model returns no logits with its loss"
             return
@@ -499,7 +501,7 @@ class CallInputs:
         if result is None:
             self.unknown = "the returned loss and logits do not tell over how many labels it is a mean"
         else:
-            self.labels_averaged = result[0]
+            self.labels_averaged, self.logits = result[0], logits
 
 
 # -- the call --------------------------------------------------------------------------------------------------------
@@ -626,6 +628,7 @@ class Call:
         self.counts_labels = False  # `loss_tokens` are counted, and not given
         self.loss_gradient: float | None = None  # what has arrived at the returned loss, of whole passes summed
         self.loss_look: float | None = None  # what did in the latest pass that was none
+        self.logits: Any = None  # what watches the logits of that loss
         self.running: Run | None = None  # of the block that is running
         self.watch: AttentionWatch | None = None
         self.layer = 0  # of the latest block that ran
@@ -643,6 +646,7 @@ class Call:
         self.hooked: dict[tuple[Any, int], list[Place | NormRead]] = {}
         self.watched: set[Any] = set()  # where gradient hooks were set
         self.views: list[tuple[Tensor, int, list[Any]]] = []  # views with a gradient hook, their versions, their places
+        self.is_awaited = self.is_reached = False  # a gradient may still come to it; one came
         self.waits = False  # a checkpoint will hand over tensors whose gradients are wanted
         self.staged: list[Staged] = []
         self.absent: dict[str, str] = {}  # what could not be measured, and why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from operator import methodcaller
@@ -11,11 +12,12 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from normlab.probes.decomposition import NormRead
-from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
+from normlab.probes.forward_call import GRADIENTS, HALF, Call, Place, Staged
 from normlab.probes.layout import features_last
 from normlab.probes.statistics import at_least_float32, without_autocast
 
@@ -178,6 +180,12 @@ NOT_RETURNED = (
     "the loss that was differentiated is not made of the one that the model returned: pass loss_tokens=<number of "
     "labels it is averaged over, 1 if it is summed>"
 )
+BESIDE = (
+    "a term beside the returned loss was differentiated through its logits: pass loss_tokens=<number of labels that "
+    "the sum is averaged over>"
+)
+ROWS = 32  # positions at which logits are compared
+APART, APART_IN_HALF = 1e-3, 0.05  # largest distance of a gradient from that of a label, which is about 1 long
 TIMES_ZERO = "the returned loss was multiplied by 0 before it was differentiated"
 
 
@@ -200,6 +208,70 @@ def watch_loss(loss: Tensor | None, calls: Sequence[Call]) -> None:
 
     if loss is not None and loss.requires_grad and calls:
         loss.register_hook(note)
+
+
+class LogitsHook:
+    """Keeps what arrives at a few positions of the logits, to tell whether the returned loss alone was differentiated.
+
+    That loss averages over N labels y, so at each position arrives, times N and over what arrives at the loss,
+    softmax(logits) - onehot(y), or 0. It is 0 everywhere if the loss is not made of these logits but of others.
+    """
+
+    def __init__(self, logits: Tensor, loss: Tensor) -> None:
+        count = logits.shape[:-1].numel()
+        at = torch.linspace(0, count - 1, min(ROWS, count), device=logits.device).long().unique()
+        self._at = torch.unravel_index(at, logits.shape[:-1])
+        self._softmax = logits.detach()[self._at].float().softmax(-1) if _leads_to(loss, logits) else None
+        is_half = logits.dtype in HALF or any(bool(loss == loss.to(kind)) for kind in HALF)
+        self._apart = APART_IN_HALF if is_half else APART
+        self._least = torch.finfo(logits.dtype).smallest_normal * logits.shape[-1] ** 0.5  # that is not lost
+        self._arrived: dict[int, Tensor] = {}  # in each backward pass
+
+    def __call__(self, gradient: Tensor) -> None:
+        with suppress(Exception):  # the backward pass goes on
+            self._arrived[torch._C._current_graph_task_id()] = gradient.detach()[self._at].float()
+
+    def has_more(self, call: Call) -> bool:
+        """True if more arrived than comes from the returned loss. False also where it cannot be told."""
+        whole = [x for task, x in self._arrived.items() if call.passes.get(task, Pass.WHOLE) is Pass.WHOLE]
+        if not whole or not call.loss_gradient or call.loss_tokens is None:
+            return False
+        scale = call.loss_gradient / float(call.loss_tokens)
+        gradient = torch.stack(whole).sum(0) / scale
+        if not bool(gradient.isfinite().all()):
+            return False
+        distance = gradient.norm(dim=-1)
+        if self._softmax is not None:
+            rest = self._softmax - gradient
+            rest -= nn.functional.one_hot(rest.argmax(-1), rest.shape[-1])
+            distance = torch.minimum(distance, rest.norm(dim=-1))
+        return bool(distance.max() > self._apart + self._least / abs(scale))
+
+
+def watch_logits(logits: Tensor | None, loss: Tensor | None, calls: Sequence[Call]) -> None:
+    """Have `calls` tell whether a term beside the loss that they returned is differentiated through its logits."""
+    if logits is None or loss is None or not calls or not (logits.requires_grad and loss.requires_grad):
+        return
+    if not logits.numel() or isinstance(logits, DTensor):  # of which each rank has a part
+        return
+    with torch.no_grad():
+        hook = LogitsHook(logits, loss)
+    logits.register_hook(hook)
+    for call in calls:
+        call.logits = hook
+
+
+def _leads_to(loss: Tensor, x: Tensor) -> bool:
+    """True if a loss is made of `x`."""
+    wanted, seen, ahead = edge_of(x), set(), [edge_of(loss)]
+    while ahead:
+        edge = ahead.pop()
+        if edge == wanted:
+            return True
+        if edge[0] is not None and edge not in seen:
+            seen.add(edge)
+            ahead += edge[0].next_functions
+    return False
 
 
 def _factor(call: Call, of: Pass) -> Any:

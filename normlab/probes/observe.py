@@ -6,7 +6,7 @@ import importlib
 import math
 import re
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from normlab.probes.forward_call import CallInputs, LossTokens, TokenMask, unset
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.sites import Sites, sites
+from normlab.probes.statistics import real_numbers
 from normlab.probes.updates import METRICS as UPDATES
 from normlab.probes.updates import Updates
 
@@ -307,21 +308,34 @@ def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
     """
     import pandas
 
-    rows, without = [], None
+    found, without = defaultdict[tuple[str, int], list[float]](list), None
     for block in where.blocks:
         starred = _starred(block.module)
-        for name, parameter in block.module.named_parameters():
+        # By their paths: some wrappers' own `named_parameters` gives other names.
+        for name, parameter in nn.Module.named_parameters(block.module):
             path, _, own = name.rpartition(".")
             weight = _stored(block.module.get_submodule(path), own, parameter)
             if weight.is_meta:
                 without = f"{block.name}.{name} is on the meta device, where tensors have no values"
-            elif weight.is_floating_point() and weight.numel():
-                norm = torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)
-                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
+            elif (weight.is_floating_point() or weight.is_complex()) and weight.numel():
                 site = f"{starred[path]}.{own}".removeprefix(".")
-                rows.append((step, site, block.layer, "parameter_rms", "all", norm.item() / weight.numel() ** 0.5))
-    table = pandas.DataFrame(rows, columns=COLUMNS)
-    return table.groupby(COLUMNS[:-1], sort=False, as_index=False).mean(), without
+                try:
+                    rms = _rms(weight.detach())
+                except Exception as error:  # training goes on
+                    without = f"{block.name}.{name} has no norm ({type(error).__name__})"
+                    continue
+                found[site, block.layer].append(rms)
+    rows = [(step, site, layer, "parameter_rms", "all", sum(x) / len(x)) for (site, layer), x in found.items()]
+    return pandas.DataFrame(rows, columns=COLUMNS), without
+
+
+def _rms(weight: Tensor) -> float:
+    """The root mean square of a weight's numbers, of which a complex one is two."""
+    numbers = real_numbers(weight)
+    numbers = numbers.float() if numbers.itemsize == 1 else numbers  # of float8 PyTorch has no norm
+    norm = torch.linalg.vector_norm(numbers, dtype=torch.float32)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
+    return norm.item() / numbers.numel() ** 0.5
 
 
 def _starred(block: nn.Module) -> dict[str, str]:
@@ -336,10 +350,18 @@ def _starred(block: nn.Module) -> dict[str, str]:
         kinds = {(type(m), tuple((name, p.shape) for name, p in m.named_parameters())) for m in children.values()}
         is_list = not isinstance(module, nn.Sequential) and all(name.isdecimal() for name in children)
         are_alike = is_list and len(children) > 1 and len(kinds) == 1
+        hidden = _hidden(module)
         for name in module._modules:
-            place, shown = f"{path}.{name}", f"{names[path]}.{'*' if are_alike else name}"
-            names[place.removeprefix(".")] = shown.removeprefix(".")
+            place, own = f"{path}.{name}", "*" if are_alike else name
+            names[place.removeprefix(".")] = ".".join(filter(None, [names[path], "" if name in hidden else own]))
     return names
+
+
+def _hidden(module: nn.Module) -> set[str]:
+    """The children that a module leaves out of its parameters' names, as PyTorch's activation checkpoint wrapper."""
+    if type(module).named_parameters is nn.Module.named_parameters:
+        return set()
+    return module._modules.keys() - {name.partition(".")[0] for name, _ in module.named_parameters()}
 
 
 def _stored(module: nn.Module, name: str, parameter: Tensor) -> Tensor:

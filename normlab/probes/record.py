@@ -17,10 +17,10 @@ from torch.autograd.graph import get_gradient_edge
 from normlab.errors import NormlabError
 from normlab.probes.accumulate import Accumulator, Measurer
 from normlab.probes.block_trace import BlockTrace, KnownBlock
-from normlab.probes.checkpoints import Checkpoints, in_backward
+from normlab.probes.checkpoints import Checkpoints, in_backward, is_packed
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask, unsettled
-from normlab.probes.gradients import watch_loss
+from normlab.probes.gradients import watch_logits, watch_loss
 from normlab.probes.hooks import EXPERIMENTS, Hook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
@@ -37,12 +37,19 @@ from normlab.probes.layout import (
     replaced,
     stream_of,
 )
-from normlab.probes.metrics import MASKS, Metric, resolve_metrics
+from normlab.probes.metrics import GRADIENT_SITES, MASKS, Metric, resolve_metrics
 from normlab.probes.sites import Block, Sites, sites
 from normlab.probes.statistics import IN_ONE_PIECE, AttentionWatch, Routing, mixers_of, routing_of, runs_in_one_piece
 
 if TYPE_CHECKING:
     import pandas
+
+NO_START = "what it reads is frozen, and a checkpoint would not repeat a graph that begins at it"
+NO_GRADIENT = "no gradient came to it: what it reads needs none, or the loss does not depend on it"
+NOTHING_NEEDS = (
+    "nothing that the blocks read needs one: it is frozen, and they run in reentrant checkpoints or under no_grad"
+)
+IDLE = "tokens of forward passes without a backward pass"
 
 
 def record(
@@ -71,9 +78,10 @@ def record(
                                                    the residual path included
 
     Gradients are of the loss *summed* over labels. That of the returned loss is multiplied by the number of labels it
-    averages over, and divided by what the loss was multiplied by before `backward`, such as a scale. With `loss_tokens`
-    what arrives is multiplied by that. Gradients of several backward passes through one forward pass are summed. A pass
-    that adds to no `.grad` counts if it is alone.
+    averages over, and divided by what the loss was multiplied by before `backward`, such as a scale. Where a term of
+    the returned logits is differentiated beside it, they are left out. With `loss_tokens` what arrives is multiplied by
+    that. Gradients of several backward passes through one forward pass are summed. A pass that adds to no `.grad`
+    counts if it is alone.
 
     Of a block that passes on several streams (it has an ``enter``), `block_out` is what the next block reads of them. A
     block that runs again in one call is a further layer, if it reads what comes from the last output. From other
@@ -175,6 +183,8 @@ class Recorder:
         self._idle_calls = 0
         self._layers = 0
         self._loss_labels: float | Tensor = 0.0
+        self._layers_run: set[int] = set()
+        self._awaited, self._reached = 0, 0  # calls to which a gradient may still come, and to which one came
         self._has_failed = False  # something could not be measured
 
     # -- the context ---------------------------------------------------------------------------------------------
@@ -387,10 +397,12 @@ class Recorder:
                     one.inputs.labels_averaged, one.inputs.unknown = call.inputs.labels_averaged, call.inputs.unknown
                     if one.layer:
                         self._resolve_loss(one)
-                watch_loss(call.inputs.loss, [one for one in passes if one.counts_labels])
+                counting = [one for one in passes if one.counts_labels]
+                watch_loss(call.inputs.loss, counting)
+                self._watch_logits(call, counting)
         finally:
             for one in passes:
-                one.inputs.loss = None  # which holds the graph
+                one.inputs.loss = one.inputs.logits = None  # which hold the graph
             call.close()
         if complete:
             with self._lock:
@@ -401,6 +413,12 @@ class Recorder:
                     self._calls += bool(one.layer)
                     self._idle_calls += not one.layer
                     self._layers = max(self._layers, one.layer)
+
+    def _watch_logits(self, call: Call, counting: Sequence[Call]) -> None:
+        try:
+            watch_logits(call.inputs.logits, call.inputs.loss, counting)
+        except Exception as error:  # then it is not seen what else is differentiated
+            call.absent["logits"] = f"{type(error).__name__}: {error}".splitlines()[0]
 
     def _end_pass(self, call: Call) -> None:
         if call.is_added_to and call.last is not None:  # no norm has shown what is added to
@@ -420,7 +438,7 @@ class Recorder:
     def _next_pass(self, call: Call) -> Call:
         """Begin another pass of the blocks in the same call of the model; one that was interrupted is dropped."""
         is_whole, inputs = call.running is None, call.inputs.following(call.entered, call.looked_up)
-        call.inputs.loss = None  # of one text
+        call.inputs.loss = call.inputs.logits = None  # of one text
         self._end_pass(call)
         new = self._open_call()
         new.inputs, new.earlier = inputs, [*call.earlier, *([call] if is_whole else [])]
@@ -495,7 +513,9 @@ class Recorder:
             # `x` may be written to, and be another then; of a view autograd sees that in what it views.
             base = x._base if x._is_view() and x._base is not None and x._base.requires_grad else x
             root = get_gradient_edge(base) if base.requires_grad else base
-            if torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
+            if torch.is_grad_enabled() and not x.requires_grad and is_packed():
+                call.absent[f"block_in_grad {run.layer}"] = NO_START
+            elif torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
                 read, root = x, x.detach().requires_grad_()
                 x = root.clone()  # a leaf may not be written to in place, its copy may
                 changed = tuple(replaced(values, [(read, x)]) for values in (args, kwargs))
@@ -735,6 +755,8 @@ class Recorder:
             raise NormlabError(
                 "no forward to differentiate: ask for a grad_* metric and run the model inside record() first"
             )
+        if any(isinstance(root, Tensor) and not root.requires_grad for root in self._roots):
+            raise NormlabError("the tensor that enters block 1 needs no gradient: call loss.backward()")
         torch.autograd.grad(loss, self._roots, allow_unused=len(self._roots) > 1)
         self._roots = []
 
@@ -759,11 +781,15 @@ class Recorder:
                 )
             raise NormlabError(f"nothing was recorded: {why}")
         has_reason = self._has_failed or any(place == GRADIENTS or "_grad " in place for place in self.absent)
-        if self._has_gradients and "gradient" not in kinds and not has_reason:
+        if self._has_gradients and "gradient" not in kinds and not (self._awaited or has_reason) and self.forgives:
+            self.absent[GRADIENTS] = NOTHING_NEEDS
+        elif self._has_gradients and "gradient" not in kinds and not has_reason:
             raise NormlabError(
                 "grad_* metrics were asked for but no backward pass ran through these blocks: call loss.backward() or "
                 "rec.backward(loss), of a loss that depends on them"
             )
+        if "gradient" in kinds:
+            self._note_what_no_gradient_reached()
         moments, arrays = self._accumulator.results()
         moments = moments[~self._is_of_some_passes(moments)]
         if "mask no_first" not in self.absent:
@@ -782,10 +808,27 @@ class Recorder:
         sites = [f"{kind}_norm_in_grad" for kind in ("attn", "cross", "mixer", "mlp")]
         return moments["layer"].isin(lost) & moments["site"].isin(sites)
 
+    def _note_what_no_gradient_reached(self) -> None:
+        """Give the reason where blocks have run and have no gradient, and note calls that no backward pass reached."""
+        self.absent.pop(IDLE, None)
+        if self._awaited and self._reached:
+            words = "that of a batch that is skipped, or of an evaluation with gradients, counts as one of training"
+            self.absent[IDLE] = f"{self._awaited} of {self._awaited + self._reached} had none: {words}"
+        if GRADIENTS in self.absent:
+            return
+        lost = [block.index for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
+        read = {("block_in", layer) for layer in self._layers_run} | {*self.norm_sites.values()}
+        found = self._accumulator.places("gradient")
+        for site, layer in sorted(read):
+            place = GRADIENT_SITES.get(site), layer
+            if place[0] is not None and place not in found and layer not in lost:
+                self.absent.setdefault(f"{place[0]} {layer}", NO_GRADIENT)
+
     def _forget(self) -> None:
         """Drop what was recorded so far."""
         with self._lock:
             self._finished, self._calls, self._idle_calls = [], 0, 0
+            self._layers_run, self._awaited, self._reached = set(), 0, 0
             self.absent.clear()
             self._accumulator = Accumulator(self._accumulator.masks, self._measurer.statistics)
 
@@ -800,9 +843,15 @@ class Recorder:
                 self._accumulator.add(call, call.staged)
                 if self._has_gradients and call.layer and call.loss_tokens is not None:
                     self._loss_labels = self._loss_labels + call.loss_tokens
+                    call.is_awaited = bool(call.watched)
+                    self._awaited += call.is_awaited
+                self._layers_run |= {run.layer for runs in call.runs.values() for run in runs}
                 self.absent |= call.absent
                 call.staged = []
             for call, gradients in self._measurer.take_gradients(with_open=is_last).items():
+                self._awaited -= call.is_awaited
+                self._reached += not call.is_reached
+                call.is_awaited, call.is_reached = False, True
                 once, spoiled = call.first_gradients(gradients)
                 self._accumulator.add(call, once)
                 self._accumulator.forget("gradient", spoiled)

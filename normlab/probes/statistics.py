@@ -33,6 +33,11 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def real_numbers(x: Tensor) -> Tensor:
+    """`x`, or both parts of complex numbers, as Adam trains them."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which operations compute in the dtypes of what they are given."""
     is_on = torch.is_autocast_enabled(device.type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from normlab.probes.sites import Sites
+from normlab.probes.statistics import real_numbers
 
 METRICS = ("update_ratio", "first_moment", "second_moment")
 SITE = "parameters"
@@ -66,7 +68,7 @@ class Updates:
         Adam adds its weight decay to the gradient, so it is in m and v. Decoupled decay, as AdamW's, is in none of the
         three. The update is 0 where the step was not taken on a parameter, as where a gradient scaler skips it. A block
         has no rows if parameters of it have a gradient and are in none of the optimizer's groups: another one trains
-        them.
+        them. A complex number is two.
         """
         adam = self._adam
         if adam is None:
@@ -76,9 +78,9 @@ class Updates:
         for block in self._where.blocks:
             parameters = [*block.module.parameters()]
             trained = [p for p in parameters if p in options and "exp_avg_sq" in adam.state.get(p, {})]
-            others = sum(p.numel() for p in parameters if p in self._reached and p not in options)
+            others = _count(p for p in parameters if p in self._reached and p not in options)
             if others and without is None:
-                count = sum(p.numel() for p in parameters if p in options and p.requires_grad)
+                count = _count(p for p in parameters if p in options and p.requires_grad)
                 without = (
                     f"the optimizer has {count:,} of the {count + others:,} numbers of block {block.layer} that are "
                     "trained: the others are in none of its groups"
@@ -90,10 +92,15 @@ class Updates:
             update, weight, first, second = torch.stack(squares).sum(0).sqrt().tolist()  # on all ranks alike
             if others:
                 continue
-            root = sum(p.numel() for p in trained) ** 0.5
+            root = _count(trained) ** 0.5
             values = update / weight if weight else float("nan"), first / root, second / root
             rows += [(step, SITE, block.layer, name, "all", value) for name, value in zip(METRICS, values, strict=True)]
         return rows, without if are_trained else "the optimizer has taken no step on the blocks' parameters"
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    """How many numbers parameters hold, of which a complex one is two."""
+    return sum(p.numel() * (1 + p.is_complex()) for p in parameters)
 
 
 def _options(adam: torch.optim.Adam | torch.optim.AdamW) -> dict[Tensor, dict[str, Any]]:
@@ -117,8 +124,9 @@ def _adam_of(optimizer: Any) -> torch.optim.Adam | torch.optim.AdamW | None:
 def _squares(parameter: Tensor, options: dict[str, Any], state: dict[str, Any], before: float) -> Tensor:
     """Sums of squares of a parameter's update since step `before`, itself, m' and sqrt(v')."""
     t, (beta1, beta2) = float(state["step"]), options["betas"]
-    first = state["exp_avg"].float() / (1 - beta1**t)
-    root = (state.get("max_exp_avg_sq", state["exp_avg_sq"]).float() / (1 - beta2**t)).sqrt()
+    kept = state["exp_avg"], state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    parameter, first, second = (real_numbers(x.detach()).float() for x in (parameter, *kept))
+    first, root = first / (1 - beta1**t), (second / (1 - beta2**t)).sqrt()
     update = (t > before) * options["lr"] * first / (root + options["eps"])
-    sums = [x.float().square().sum() for x in (update, parameter, first, root)]
+    sums = [x.square().sum() for x in (update, parameter, first, root)]
     return torch.stack([x.full_tensor() if isinstance(x, DTensor) else x for x in sums])

@@ -201,6 +201,17 @@ def test_gradients_are_kept_only_as_long_as_a_retained_graph_lives(is_retained):
     assert vectors() == before and values(rec.stats())
 
 
+def test_frozen_tokens_in_reentrant_checkpoints_cost_an_observer_the_gradients_alone():
+    model = Text(is_checkpointed=True)
+    model.embed.requires_grad_(False)
+    with normlab.observe(model, every=1, metrics=["rms", *METRICS], loss_tokens=1) as observer:
+        loss = sum(model.losses(BATCHES[0]))
+        loss.backward()
+        with pytest.warns(UserWarning, match="gradients of a forward pass are left out: nothing that the blocks read"):
+            observer.step(loss, 0)
+    assert model.head.weight.grad is not None and "rms" in set(observer.to_pandas()["metric"])
+
+
 class Apart(Text):
     """What a checkpoint returns is no block's output, so only the input's address tells which pass is repeated."""
 

@@ -192,6 +192,18 @@ def test_update_ratio_is_the_step_over_the_weights():
     assert "model.norm.weight" not in measured
 
 
+def test_update_ratio_of_a_matrix_that_was_zero_is_none_and_complex_ones_count_both_parts():
+    model = torch.nn.Module()
+    model.zero = torch.nn.Parameter(torch.zeros(2, 2))
+    model.complex = torch.nn.Parameter(torch.full((2, 2), 3 + 4j))
+    ratio = UpdateRatio(model)
+    with torch.no_grad():
+        model.zero += 1
+        model.complex += 0.5j
+    measured = ratio.measure()
+    assert math.isnan(measured["zero"]) and measured["complex"] == pytest.approx(0.1)
+
+
 def test_update_ratios_are_in_the_table_by_matrix(tmp_path):
     callback = LayerStatsCallback(every=1, path=tmp_path / "layers.parquet")
     train(tiny_llama(), tmp_path, [callback])

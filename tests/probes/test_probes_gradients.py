@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from normlab.errors import NormlabError
-from normlab.probes import METRICS, record
+from normlab.probes import METRICS, checkpoints, record
 from normlab.probes.forward_call import READINGS, labels_averaged
-from normlab.probes.gradients import NOT_RETURNED, TIMES_ZERO
+from normlab.probes.gradients import BESIDE, NOT_RETURNED, TIMES_ZERO
+from normlab.probes.record import NO_GRADIENT, NO_START
 
 GRADIENTS = ["grad_l2_mean", "grad_l2_total"]
 EVERYTHING = list(METRICS)
@@ -79,6 +81,52 @@ def test_gradient_checkpointing_counts_every_token_once(batch, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert trained_step(model, batch, EVERYTHING) == near(plain)
+
+
+@pytest.mark.parametrize("tells", ["hooks", "frames"])
+def test_a_checkpoint_on_a_frozen_input_trains_as_without_the_recording(tells, monkeypatch):
+    if tells == "frames":
+        monkeypatch.setattr(checkpoints, "_TOP_HOOKS", None)
+    x, trained, tables = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)), [], []
+    for reentrant, is_recorded in ((False, False), (False, True), (None, True)):
+        model = Blocks(False, reentrant)
+        with record(model, ["token_l2_mean", *GRADIENTS], loss_tokens=1) if is_recorded else nullcontext() as rec:
+            model(x).square().sum().backward()
+        trained.append([p.grad for p in model.parameters()])
+        tables.append(rec and values(rec.stats()))
+    assert all(torch.equal(a, b) for a, b in zip(*trained[:2], strict=True))
+    lost = {("block_in_grad", 1), ("attn_norm_in_grad", 1)}
+    assert tables[1] == near({place: value for place, value in tables[2].items() if place[:2] not in lost})
+    with record(Blocks(False, False), GRADIENTS, loss_tokens=1) as rec:
+        loss = rec.sites.model(x).square().sum()
+        with pytest.raises(NormlabError, match="needs no gradient: call loss.backward"):
+            rec.backward(loss)
+        loss.backward()
+    absent = rec.stats().manifest["absent"]
+    assert lost == {(site, int(layer)) for site, layer in map(str.split, absent) if site.endswith("_grad")}
+    assert absent["block_in_grad 1"] == NO_START and absent["attn_norm_in_grad 1"] == NO_GRADIENT
+
+
+class HalfTrained(nn.Module):
+    """The first block runs without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Accumulating(False) for _ in range(2))
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.layers[0](x)
+        return self.layers[1](x)
+
+
+def test_where_no_gradient_came_has_the_reason():
+    with record(HalfTrained(), GRADIENTS, loss_tokens=1, masks=["all"]) as rec:
+        rec.sites.model(torch.ones(2, 5, 8)).square().sum().backward()
+    assert {place[:2] for place in values(rec.stats())} == {("mlp_norm_in_grad", 2)}
+    lost = {f"{site}_grad {layer}" for site in ("block_in", "attn_norm_in") for layer in (1, 2)}
+    lost.add("mlp_norm_in_grad 1")
+    assert rec.stats().manifest["absent"] == dict.fromkeys(lost, NO_GRADIENT)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -268,14 +316,66 @@ def test_gradients_of_another_loss_than_the_returned_one_are_left_out_with_the_r
     stats = rec.stats()
     assert {name for _, _, name, _ in values(stats)} == {"rms"}
     assert stats.manifest["absent"] == {"gradients": NOT_RETURNED}
-    with record(model, GRADIENTS) as apart:  # a second loss, in a pass of its own, is part of the sum
-        out = model(**batch)
-        out.logits.square().mean().backward(retain_graph=True)
-        out.loss.backward()
-    with record(model, GRADIENTS) as both:
-        out = model(**batch)
-        (out.loss + out.logits.square().mean()).backward()
-    assert values(apart.stats()) == near(values(both.stats()), 100)
+
+
+def distilled(out):
+    """The divergence from a sharper model's predictions."""
+    wanted = (out.logits.detach() * torch.linspace(1, 3, out.logits.shape[-1])).softmax(-1)
+    return nn.functional.kl_div(out.logits.log_softmax(-1).flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean")
+
+
+BESIDE_IT = {
+    "distillation": lambda out: (0.5 * out.loss + 0.5 * distilled(out)).backward(),
+    "a tenth": lambda out: (0.9 * out.loss + 0.1 * distilled(out)).backward(),
+    "a z-loss": lambda out: (out.loss + 1e-2 * out.logits.logsumexp(-1).square().mean()).backward(),
+    "a pass of its own": lambda out: (distilled(out).backward(retain_graph=True), out.loss.backward()),
+    "the loss again": lambda out: (
+        out.loss + nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), out.logits.argmax(-1)[:, 1:].flatten())
+    ).backward(),
+}
+
+
+class Float64(nn.Module):
+    """Returns a copy of the logits of which the loss is not made."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch):
+        out = self.model(**batch)
+        out.logits = out.logits.double()
+        return out
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize("way", BESIDE_IT)
+def test_gradients_of_the_returned_loss_and_a_term_of_its_logits_are_left_out(batch, way, is_copied):
+    model = tiny_llama()
+    model = Float64(model) if is_copied else model
+    with record(model, ["rms", *GRADIENTS]) as rec:
+        BESIDE_IT[way](model(**batch))
+    stats = rec.stats()
+    assert {name for _, _, name, _ in values(stats)} == {"rms"} and stats.manifest["absent"] == {"gradients": BESIDE}
+
+
+@pytest.mark.parametrize("logits", ["as they are", "large", "small"])
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast", "frozen", "checkpointed", "a copy is returned"])
+def test_the_returned_loss_alone_is_not_taken_for_one_with_a_term_beside_it(batch, how, logits):
+    model = tiny_llama().train()
+    with torch.no_grad():
+        model.lm_head.weight.mul_({"as they are": 1, "large": 20, "small": 0.05}[logits])
+    if how == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = model.bfloat16() if how == "bfloat16" else model.requires_grad_(how != "frozen")
+    model = Float64(model) if how == "a copy is returned" else model
+    with record(model, GRADIENTS, loss_tokens=None) as rec:
+        for part in (batch, {name: value[:1] for name, value in batch.items()}):
+            rec.sites.model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                out = model(**part)
+            (out.loss / 4 + 0.0 * out.logits.sum()).backward()
+    assert "gradients" not in rec.stats().manifest["absent"]
 
 
 def test_a_masked_language_models_labels_are_not_shifted():

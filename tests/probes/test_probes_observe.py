@@ -13,6 +13,7 @@ import pytest
 import torch
 from probe_toys import PreLN, Stack, X
 from probe_zoo import build, tiny_llama, token_batch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper, checkpoint_wrapper
 from training_helpers import FORKS, observe_for_ever, until
 
 import normlab
@@ -193,6 +194,87 @@ def test_only_modules_that_are_alike_share_a_row_of_weights():
     for part in ("0.weight", "0.bias", "1.weight", "1.bias"):
         expected[f"experts.*.{part}"] = sum(sizes[f"experts.{expert}.{part}"] for expert in range(3)) / 3
     assert table.to_dict() == pytest.approx(expected, rel=1e-5) and len(expected) == 16
+
+
+def weights_of(model) -> pandas.DataFrame:
+    """`parameter_rms` after a step of training."""
+    with normlab.observe(model, every=1, metrics=["rms"], mask=lambda call: torch.ones(X.shape[:2])) as observer:
+        model(X).sum().backward()
+        observer.step(1.0, 0)
+    assert "weights" not in observer.absent
+    return observer.to_pandas().query("metric == 'parameter_rms'").reset_index(drop=True)
+
+
+@pytest.mark.parametrize(("wrap", "part"), [(checkpoint_wrapper, "blocks"), (OffloadWrapper, "experts")])
+def test_wrappers_that_rename_parameters_change_no_weight(wrap, part):
+    plain, wrapped = Stack(Sizes, Sizes), Stack(Sizes, Sizes)
+    wrapped.load_state_dict(plain.state_dict())
+    for modules in [wrapped.layers] if part == "blocks" else [block.experts for block in wrapped.layers]:
+        for number, module in enumerate(modules):
+            modules[number] = wrap(module)
+    pandas.testing.assert_frame_equal(weights_of(wrapped), weights_of(plain))
+
+
+def test_a_weight_that_is_no_number_shows_in_the_mean_of_modules_alike():
+    model = Stack(Sizes, Sizes)
+    torch.nn.init.constant_(model.layers[1].experts[2][0].bias, math.nan)
+    table = weights_of(model)
+    undefined = table[table["value"].isna()]
+    assert undefined[["site", "layer"]].values.tolist() == [["experts.*.0.bias", 2]]
+
+
+def test_weights_in_float8_are_read():
+    model = Stack(Sizes, Sizes)
+    code = torch.full((4,), 2.0).to(torch.float8_e4m3fn)
+    model.layers[1].register_parameter("code", torch.nn.Parameter(code, requires_grad=False))
+    table = weights_of(model)
+    assert table[table["site"] == "code"][["layer", "value"]].values.tolist() == [[2, 2.0]]
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="of newer PyTorch")
+def test_a_weight_of_which_there_is_no_norm_is_left_out_with_a_warning():
+    model = Stack(Sizes, Sizes)
+    code = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    model.layers[1].register_parameter("code", torch.nn.Parameter(code, requires_grad=False))
+    with torch.no_grad(), normlab.observe(model, every=1, metrics=["rms"]) as observer:
+        model(X)
+        with pytest.warns(UserWarning, match="step 0: weights are left out: layers.1.code has no norm"):
+            observer.step(1.0, 0)
+    table = observer.to_pandas().query("metric == 'parameter_rms'")
+    assert len(table) == 32 and "code" not in set(table["site"])
+
+
+class Complex(torch.nn.Module):
+    """A block with a complex matrix, of which both parts are trained."""
+
+    def __init__(self):
+        super().__init__()
+        width = X.shape[-1]
+        self.norm = torch.nn.RMSNorm(width)
+        self.matrix = torch.nn.Parameter(torch.randn(width, width, dtype=torch.complex64) / 4)
+
+    def forward(self, x):
+        return x + (self.norm(x).to(torch.complex64) @ self.matrix @ self.matrix).real
+
+
+def test_a_complex_number_is_two_numbers():
+    model = Stack(Complex, Complex)
+    block = model.layers[1]
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    observer = normlab.observe(model, every=1, metrics=["rms"], optimizer=adam, mask=lambda call: torch.ones(2, 10))
+    model(X).square().sum().backward()
+    before = [p.detach().clone() for p in block.parameters()]
+    adam.step()
+    count = sum(p.numel() * (2 if p.is_complex() else 1) for p in before)
+    moved = sum(float((p.detach() - w).abs().square().sum()) for p, w in zip(block.parameters(), before, strict=True))
+    size = sum(float(p.detach().abs().square().sum()) for p in block.parameters())
+    gradient = (sum(float(p.grad.abs().square().sum()) for p in block.parameters()) / count) ** 0.5
+    observer.step(1.0, 0)
+    table = observer.to_pandas().query("layer == 2").set_index(["metric", "site"])["value"]
+    expected = {"update_ratio": (moved / size) ** 0.5, "first_moment": gradient, "second_moment": gradient}
+    assert {metric: table[metric, "parameters"] for metric in expected} == pytest.approx(expected, rel=1e-4)
+    parts = torch.view_as_real(block.matrix.detach())
+    assert table["parameter_rms", "matrix"] == pytest.approx(float(parts.square().mean().sqrt()), rel=1e-5)
 
 
 def test_values_that_are_not_finite_leave_at_once_and_training_goes_on():
@@ -450,6 +532,21 @@ def test_what_is_missing_is_kept_without_a_warning_and_left_out_weights_too():
     weights = observer.absent.pop("weights")
     assert len(told) == 1 and "mlp 3" in missing and "meta device" in weights
     assert observer.absent == missing | {"weights": weights}
+
+
+def test_forward_passes_that_nobody_differentiates_are_told_where_others_are():
+    model = tiny_llama()
+    with normlab.observe(model, every=1) as observer:
+        model(**token_batch())  # a batch that the loop skips
+        with pytest.warns(UserWarning, match="step 0: tokens of forward passes without a backward pass: 1 of 2 had"):
+            step_of(observer, model, 0)
+        model.requires_grad_(False)
+        with torch.no_grad():
+            model(**token_batch())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step_of(observer, model, 1)
+    assert [name for name in observer.absent if name.startswith("tokens")]
 
 
 def test_readings_that_are_forgotten_take_what_was_absent_with_them():
