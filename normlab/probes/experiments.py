@@ -422,14 +422,16 @@ def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) ->
     return *mean_and_error(torch.cat(values, dim=1), total), int(total.sum())
 
 
-def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]) -> None:
-    """Run the model; `look(layer, h)` sees h_0 .. h_L.
+def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
+    """Run the model; `look(layer, h, read)` sees h_0 .. h_L, and what each block has read of the stream.
+
+    That is h_{l-1}, unless the model changes the stream between blocks. Of h_0 it is h_0.
 
     Raises:
         NormlabError: several residual streams, or blocks that run on some of the tokens.
     """
     entered: list[torch.Size] = []
-    first: list[Tensor] = []  # h_0 and h_1, of a pass that may be begun again
+    first: list[Tensor] = []  # h_0 and h_1, of a pass that may be begun again; block 1 has read h_0
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         before, after = runner.stream.through(args, kwargs, output)
@@ -442,11 +444,11 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
                 return
         tell()
         if layer > 1:
-            look(layer, after)
+            look(layer, after, before)
 
     def tell() -> None:
         for layer, h in enumerate(first):
-            look(layer, h)
+            look(layer, h, first[0])
         first.clear()
 
     see_blocks(runner.stream, partial(runner.run, batch, needs_logits=False), hook)
