@@ -34,7 +34,7 @@ from normlab.probes.forward_call import (
     mask_by_row,
 )
 from normlab.probes.kept_pass import KeptPass
-from normlab.probes.layout import are_turned, is_turned, token_masks
+from normlab.probes.layout import are_turned, is_turned, require_by_token, token_masks
 from normlab.probes.passes import (
     Hook,
     Stream,
@@ -234,7 +234,7 @@ class Runner:
         Neither padding nor what it predicts counts then.
 
         Raises:
-            NormlabError: there is none, or whether they are (length, batch) cannot be told.
+            NormlabError: there is none, whether they are (length, batch) cannot be told, or the mask is not by token.
         """
         if self._is_untold:
             raise NormlabError(UNTOLD)
@@ -260,6 +260,7 @@ class Runner:
         mask = self._mask(self._mask_of_labels or f"{prefix}attention_mask", known, ids.shape)
         labels = ids.long()
         if mask is not None:
+            require_by_token(mask)
             labels = labels.masked_fill(mask == 0, IGNORED_LABEL)
         labels = _successors(labels)
         return labels if mask is None else labels.masked_fill(mask == 0, IGNORED_LABEL)

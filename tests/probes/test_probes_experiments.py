@@ -366,6 +366,17 @@ def test_the_usual_batch_of_an_encoder_and_decoder_is_measured(t5):
     assert table["loss"][0] == pytest.approx(float(t5(**batch).loss), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_mask_that_is_not_by_token_is_refused_where_the_tokens_are_the_labels(name):
+    ids, model = token_batch()["input_ids"], build(name)
+    seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril().expand(len(ids), 1, -1, -1)
+    mask = seen if name == "llama" else {"full_attention": seen, "sliding_attention": seen}
+    batch = {"input_ids": ids, "attention_mask": mask}
+    with pytest.raises(NormlabError, match=r"so padding cannot be told: give a \(batch, length\) mask, or none"):
+        skip_sensitivity(model, [batch], layers=[1], **QUIET)
+    assert len(skip_sensitivity(model, [batch | {"labels": ids}], layers=[1], **QUIET)) == 1
+
+
 def test_what_padding_predicts_does_not_count(model):
     batch = {name: tensor for name, tensor in token_batch().items() if name != "labels"}
     other = batch | {"input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 7)}
