@@ -688,6 +688,9 @@ def skip_future_effect(
     The mean over tokens of ||u'_l - u_l||_2 / ||u_l||_2 for l > s, where u_l = h_l - h_{l-1}. u'_l is the same with
     block s the identity. Holds one batch's states and updates of all layers (2 x layers x tokens x width numbers).
 
+    In half precision the rounding of the stream is part of both. Where updates are small it is most of the value: then
+    measure the model in float32.
+
     Returns:
         One row per pair: `skipped layer value standard_error low high`. Arguments as for `skip_sensitivity`.
 
