@@ -37,7 +37,8 @@ def void_tokens(
     than `alpha` times the range of its growth over the blocks before, ||h_l|| - ||h_{l-1}|| < alpha (max_k g_k -
     min_k g_k), g_k the growth in block k < l; below 0 in the first block. A growth below a thousandth counts as 0.
     Where norms hold the length (Post-LN) only the first block's growth speaks. A block that turns the stream without
-    making it longer is void. Rule "small": ||h_l - h_{l-1}|| < `small` ||h_{l-1}||, which sees the turn.
+    making it longer is void. Rule "small": ||h_l - h_{l-1}|| < `small` ||h_{l-1}||, which sees the turn. Where a model
+    changes the stream between blocks, h_{l-1} is what block l reads.
 
     Returns:
         One row per rule and block: `rule limit layer value standard_error low high`. `limit` is alpha or small. Values
@@ -52,18 +53,18 @@ def void_tokens(
     runner = Runner(model, batches, progress, "void tokens")
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
-        kept: list[Tensor] = []  # the tokens that count, then the last state and its norm
+        counts: list[Tensor] = []  # the tokens that do
         void: list[Tensor] = []
         unchanged: list[Tensor] = []
         growths: list[Tensor] = []
 
-        def look(layer: int, h: Tensor) -> None:
-            h = at_least_float32(h).to(runner.device)  # blocks may be spread over devices
-            norm = torch.linalg.vector_norm(h, dim=-1)
+        def look(layer: int, h: Tensor, before: Tensor) -> None:
+            h, before = (at_least_float32(x).to(runner.device) for x in (h, before))  # blocks may be on several devices
             if layer == 0:
-                kept.append(runner.counted(batch, h))
+                counts.append(runner.counted(batch, h))
             else:
-                counted, before, norm_before = kept
+                (counted,) = counts
+                norm, norm_before = (torch.linalg.vector_norm(x, dim=-1) for x in (h, before))
                 growth = norm - norm_before
                 growth[growth.abs() < LEAST_GROWTH * norm] = 0
                 past = torch.stack(growths) if growths else torch.zeros_like(growth)[None]
@@ -75,10 +76,9 @@ def void_tokens(
                 ):
                     shares.append((counted & is_so).sum(1).double().masked_fill(lost, torch.nan))
                 growths.append(growth)
-            kept[1:] = [h.clone(), norm]
 
         see_layers(runner, batch, look)
-        return torch.stack([*void, *unchanged]), kept[0].sum(1)
+        return torch.stack([*void, *unchanged]), counts[0].sum(1)
 
     mean, error, _ = row_means(runner, sums)
     rows: list[dict[str, Any]] = [
@@ -126,7 +126,7 @@ def _counted_states(runner: Runner, batch: Batch) -> tuple[Tensor, Tensor]:
     counted: list[Tensor] = []
     states: list[Tensor] = []
 
-    def keep(layer: int, h: Tensor) -> None:
+    def keep(layer: int, h: Tensor, read: Tensor) -> None:
         if layer == 0:
             counted.append(runner.counted(batch, h).cpu())
         states.append(h.cpu()[counted[0]])

@@ -28,13 +28,14 @@ from normlab.probes.forward_call import (
     Call,
     CallInputs,
     TokenMask,
+    call_arguments,
     given_mask,
     labels_averaged,
     loss_and_logits,
     mask_by_row,
 )
 from normlab.probes.kept_pass import KeptPass
-from normlab.probes.layout import are_turned, is_turned, token_masks
+from normlab.probes.layout import are_turned, is_turned, require_by_token, token_masks
 from normlab.probes.passes import (
     Hook,
     Stream,
@@ -59,6 +60,7 @@ Z95 = NormalDist().inv_cdf(0.975)
 LOGIT_CHUNK = 1 << 22  # 16 MiB of float32 logits at a time
 PARTS = ("block", "attention", "mlp")
 PART_OF = {"attn": "attention", "mlp": "mlp"}
+_MAKES_TOKENS = "prepare_decoder_input_ids_from_labels"  # a method of transformers' encoder-decoders, not of all
 _OF_TEXT = {"input_ids", "input", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids"}
 Batch = dict[str, Any]
 
@@ -133,6 +135,7 @@ class Runner:
             labels = moved.get("labels")
             if isinstance(labels, Tensor) and not labels.is_floating_point():
                 moved["labels"] = labels.long()  # as cross-entropy takes them
+            moved |= self._made_of_labels(moved)
             has_attention = are_turned(self.sites.blocks[0].module) is not None  # which tells how rows are held
             if seen == 0 and (moved.keys() - _OF_TEXT or self._coder is not None or has_attention):
                 self._find_names(moved)
@@ -140,6 +143,34 @@ class Runner:
             yield moved
         if seen == 0:
             raise NormlabError("there is no batch to run: give at least one dict of the model's arguments")
+
+    def _made_of_labels(self, batch: Batch) -> Batch:
+        """The decoder's tokens that a model makes of labels as it runs, as Whisper and M2M100 do; none if it need not.
+
+        Raises `NormlabError` where no module inside is handed them.
+        """
+        labels: Any = batch.get("labels")
+        given = {name for name, value in batch.items() if value is not None}
+        needs = {"labels", "decoder_input_ids"} <= self._accepted
+        needs = needs and not given & {"decoder_input_ids", "decoder_inputs_embeds"}
+        is_text = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+        if self._coder is None or not needs or not is_text or hasattr(self._coder, _MAKES_TOKENS):
+            return {}
+        made: list[Tensor] = []
+
+        def see(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            handed = call_arguments(module, args, kwargs)[0]
+            for ids in (handed.get("decoder_input_ids"), handed.get("input_ids")):
+                if isinstance(ids, Tensor) and ids.shape == labels.shape:
+                    follow = (ids[:, 1:] == labels[:, :-1]) | (labels[:, :-1] < 0)
+                    made.extend([ids] if bool(follow.all()) else [])
+
+        inside = [(module, see) for module in self._coder.modules() if module is not self._coder]
+        with torch.no_grad(), hooked(before=inside, must_run=False):
+            called(self.model, {self._renamed.get(k, k): v for k, v in batch.items()} | self._options)
+        if not made:
+            raise NormlabError("the tokens that the model makes of labels are not seen: give decoder_input_ids")
+        return {"decoder_input_ids": made[0]}
 
     def _find_names(self, batch: Batch) -> None:
         """Find out which of a batch's tensors are the tokens and their mask, by the names that inner modules have, and
@@ -197,9 +228,9 @@ class Runner:
         """
         inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in self._withheld}
         coder: Any = self._coder  # which would make the decoder's tokens of the labels
-        makes = hasattr(coder, "prepare_decoder_input_ids_from_labels") and "decoder_input_ids" in self._accepted
+        makes = hasattr(coder, _MAKES_TOKENS) and "decoder_input_ids" in self._accepted
         if makes and "labels" in batch and "decoder_input_ids" not in batch:
-            inputs["decoder_input_ids"] = coder.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+            inputs["decoder_input_ids"] = getattr(coder, _MAKES_TOKENS)(labels=batch["labels"])
         with nullcontext() if needs_logits else without_head(self.sites):
             return called(self.model, inputs | self._options)
 
@@ -234,7 +265,7 @@ class Runner:
         Neither padding nor what it predicts counts then.
 
         Raises:
-            NormlabError: there is none, or whether they are (length, batch) cannot be told.
+            NormlabError: there is none, whether they are (length, batch) cannot be told, or the mask is not by token.
         """
         if self._is_untold:
             raise NormlabError(UNTOLD)
@@ -260,6 +291,7 @@ class Runner:
         mask = self._mask(self._mask_of_labels or f"{prefix}attention_mask", known, ids.shape)
         labels = ids.long()
         if mask is not None:
+            require_by_token(mask)
             labels = labels.masked_fill(mask == 0, IGNORED_LABEL)
         labels = _successors(labels)
         return labels if mask is None else labels.masked_fill(mask == 0, IGNORED_LABEL)
@@ -422,14 +454,16 @@ def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) ->
     return *mean_and_error(torch.cat(values, dim=1), total), int(total.sum())
 
 
-def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]) -> None:
-    """Run the model; `look(layer, h)` sees h_0 .. h_L.
+def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
+    """Run the model; `look(layer, h, read)` sees h_0 .. h_L, and what each block has read of the stream.
+
+    That is h_{l-1}, unless the model changes the stream between blocks. Of h_0 it is h_0.
 
     Raises:
         NormlabError: several residual streams, or blocks that run on some of the tokens.
     """
     entered: list[torch.Size] = []
-    first: list[Tensor] = []  # h_0 and h_1, of a pass that may be begun again
+    first: list[Tensor] = []  # h_0 and h_1, of a pass that may be begun again; block 1 has read h_0
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         before, after = runner.stream.through(args, kwargs, output)
@@ -442,11 +476,11 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor], None]
                 return
         tell()
         if layer > 1:
-            look(layer, after)
+            look(layer, after, before)
 
     def tell() -> None:
         for layer, h in enumerate(first):
-            look(layer, h)
+            look(layer, h, first[0])
         first.clear()
 
     see_blocks(runner.stream, partial(runner.run, batch, needs_logits=False), hook)
@@ -653,6 +687,9 @@ def skip_future_effect(
 
     The mean over tokens of ||u'_l - u_l||_2 / ||u_l||_2 for l > s, where u_l = h_l - h_{l-1}. u'_l is the same with
     block s the identity. Holds one batch's states and updates of all layers (2 x layers x tokens x width numbers).
+
+    In half precision the rounding of the stream is part of both. Where updates are small it is most of the value: then
+    measure the model in float32.
 
     Returns:
         One row per pair: `skipped layer value standard_error low high`. Arguments as for `skip_sensitivity`.

@@ -72,7 +72,7 @@ def angular_distance(
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         kept: list[Tensor] = []  # the tokens that count, then their states, (layers, tokens, width)
 
-        def keep(layer: int, h: Tensor) -> None:
+        def keep(layer: int, h: Tensor, read: Tensor) -> None:
             if not kept:
                 counted = runner.counted(batch, h, "no_first" if tokens == "no_first" else "all")
                 if tokens == "last":

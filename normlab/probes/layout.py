@@ -326,6 +326,15 @@ def letting_through(mask: Tensor) -> Tensor:
     return mask == 0 if mask.is_floating_point() and not bool((mask > 0).any()) else mask
 
 
+def require_by_token(mask: Any) -> None:
+    """Refuse a mask that is not (batch, length)."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        shape = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else "no shape"
+        raise NormlabError(
+            f"attention_mask has {shape}, so padding cannot be told: give a (batch, length) mask, or none"
+        )
+
+
 def token_masks(
     attention_mask: Tensor | None,
     tokens: Sequence[int],
@@ -357,11 +366,7 @@ def token_masks(
         real = torch.ones(batch, length, dtype=torch.bool, device=device)
         past = torch.full((batch,), past_tokens > 0, device=device)
     else:
-        if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-            shape = f"{attention_mask.ndim} dimensions" if isinstance(attention_mask, Tensor) else "no shape"
-            raise NormlabError(
-                f"attention_mask has {shape}, so padding cannot be told: give a (batch, length) mask, or none"
-            )
+        require_by_token(attention_mask)
         whole = attention_mask.to(device) != 0
         if whole.shape[0] != batch or whole.shape[1] < length or (whole.shape[1] > length and not cached):
             if bool(whole.all()):  # no padding, whatever the tokens are

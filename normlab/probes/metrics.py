@@ -224,7 +224,7 @@ _ROWS = (
            "likeness of streams", "", *AMOUNT, "attn", "streams", "stream_cosine", "mean"),
     Metric("update_effective_rank",
            "exp of the entropy of s_i / sum s, s the singular values of the block's update h_l - h_{l-1} "
-           "as a tokens x features matrix",
+           "as a tokens x features matrix; in half precision the rounding of the stream is part of it",
            "effective rank of the update", "", *SIZE, "block", "spectrum", "gram", "array"),
     Metric("massive_activation_ratio", "largest over the median, over features, of the largest |h| of a feature",
            "largest over median feature", "", *SIZE, "block_out", "coordinate", "coordinate_peak", "array"),

@@ -67,7 +67,7 @@ def massive_activations(
     kept: list[Tensor] = []
     nearest = _Nearest(["layer", "row", "position", "feature", "value", "ratio"])
 
-    def look(layer: int, h: Tensor) -> None:
+    def look(layer: int, h: Tensor, read: Tensor) -> None:
         kept.append(runner.counted(batch, h))
         require_counted(bool(kept[-1].any()))
         size = at_least_float32(h).abs()

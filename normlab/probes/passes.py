@@ -256,8 +256,8 @@ class Stream:
     flash_attn, vLLM) and the next one adds them. Which of the two is told by a recording, once a block has returned two
     tensors of one shape.
 
-    A model may add the residual itself, x + block(x). That is told by what block 2 reads in the first pass. Skipping a
-    block then makes it return zero.
+    A model may add the residual itself, x + block(x). That is told by what block 2 reads in the first pass; of a single
+    block by what the norm after it reads, else by whether it adds up. Skipping a block then makes it return zero.
 
     Attributes:
         settles: where the residual is added is being found out; the pass may be begun again once block 2 is reached.
@@ -289,16 +289,36 @@ class Stream:
                 self._is_outside = True
             except _Between:
                 self._is_outside = False
-                if not any(layer == self.sites.blocks[0].layer for _, layer in self._recorded(run).branches):
+                if not self._adds_up(self._recorded(run)):
                     raise NormlabError(
                         "block 2 reads neither what block 1 returns nor that added to what it read: where the residual "
                         "is added cannot be told"
                     ) from None
             else:
-                self._is_outside = bool(self._is_outside)
+                if self._is_outside is None:
+                    self._is_outside = self.sites.depth == 1 and self._is_added_after(run)
+                    if self._is_outside:  # what has been seen is not the stream
+                        continue
                 return result
             finally:
                 self.settles = False
+
+    def _is_added_after(self, run: Callable[[], Any]) -> bool:
+        """True if the model adds what the only block returns to what it has read, by what comes after the block."""
+        recorder = self._recorded(run)
+        call = recorder.latest
+        if call is not None and (call.is_added_to or call.final):
+            return call.is_added_to
+        if not self._adds_up(recorder):
+            raise NormlabError(
+                "there is one block, which is not its input plus what its branches add, and no norm after it reads its "
+                "output or both added: where the residual is added cannot be told"
+            )
+        return False
+
+    def _adds_up(self, recorder: Recorder) -> bool:
+        """True if block 1 was found to be its input and what its branches add."""
+        return any(layer == self.sites.blocks[0].layer for _, layer in recorder.branches)
 
     def _recorded(self, run: Callable[[], Any]) -> Recorder:
         with torch.no_grad(), record(self.sites, ["relative_contribution"], masks=["all"]) as recorder:

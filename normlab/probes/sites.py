@@ -35,6 +35,7 @@ _KINDS = (  # in the order in which a name is compared with them
     ("mlp", re.compile(r"mlp|ffn?\d?$|ffn|feed_?forward|moe|experts?$|channel_?mix|dense")),
 )
 _ATTENTION = _KINDS[1][1]
+_ANY_MIXER = re.compile(r"(^|[._])mixer(\.\d+)?$")  # an attribute that may hold any kind, as Nemotron-H's
 _NO_NORM = re.compile(r"scal|gate|bias|posi|embed|token|dropout|identity|router|mask|rotary|rope")
 _ACTIVATION = re.compile(r"\bact|activation|relu|silu|swish|sigmoid|tanh")
 _DROPS = re.compile(r"drop|identity")
@@ -411,9 +412,10 @@ def norms_below(module: nn.Module) -> Iterator[nn.Module]:
 def kind_of(name: str, module: nn.Module) -> str | None:
     """The kind of branch by the words of its attribute, else of its class; None for words that say nothing.
 
-    No shape tells attention from a gated MLP.
+    An attribute that is but called a mixer says less than the class. No shape tells attention from a gated MLP.
     """
-    for words in (name.lower(), type(module).__name__.lower()):
+    said = [name.lower(), type(module).__name__.lower()]
+    for words in reversed(said) if _ANY_MIXER.search(said[0]) else said:
         if _ATTENTION.search(words) and _CROSS.search(words):
             return "cross"
         for kind, pattern in _KINDS:

@@ -71,6 +71,17 @@ def test_norms_that_hold_the_length_leave_no_void_tokens():
     assert table["void"].tolist() == [0, 0, 0, 0]
 
 
+def test_what_a_model_does_to_the_stream_between_blocks_is_no_work_of_a_block():
+    model, batch = tiny_llama(num_hidden_layers=4), token_batch(3, 10)
+    for block in model.model.layers:
+        for linear in (block.self_attn.o_proj, block.mlp.down_proj):
+            linear.weight.data *= 0.01
+        block.register_forward_pre_hook(lambda _, args: (1.5 * args[0], *args[1:]))
+    model.model.layers[2].register_forward_hook(lambda _, args, out: 0.5 * out)  # of what it has read
+    table = void_tokens(model, [batch], **QUIET).set_index(["rule", "layer"])["value"]
+    assert table["small"].tolist() == [1, 1, 0, 1] and table["void", 3] == 1
+
+
 # -- linear maps -----------------------------------------------------------------------------------------------------
 
 

@@ -366,6 +366,49 @@ def test_the_usual_batch_of_an_encoder_and_decoder_is_measured(t5):
     assert table["loss"][0] == pytest.approx(float(t5(**batch).loss), abs=1e-5)
 
 
+@pytest.mark.parametrize("stack", ["model.encoder.layers.*", "model.decoder.layers.*"])
+def test_the_decoders_tokens_that_a_model_makes_of_labels_itself_are_found(stack):
+    torch.manual_seed(0)
+    config = hf.M2M100Config(
+        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=0, decoder_start_token_id=3,
+        max_position_embeddings=32, init_std=0.2,
+    )  # fmt: skip
+    model, batch = hf.M2M100ForConditionalGeneration(config).eval(), token_batch()
+    start = torch.full_like(batch["labels"][:, :1], 3)
+    shifted = torch.cat([start, batch["labels"][:, :-1]], dim=1)
+    told = batch | {"decoder_input_ids": shifted.masked_fill(shifted == -100, 0)}
+    tables = [skip_sensitivity(sites(model, stack), [one], **QUIET) for one in (batch, told)]
+    assert tables[0]["loss"][0] == pytest.approx(float(model(**batch).loss), abs=1e-5)
+    assert tables[0].equals(tables[1])
+
+
+def test_decoder_tokens_that_no_module_is_handed_are_asked_for(t5):
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config, self.decoder = t5.config, t5.decoder
+
+        def forward(self, input_ids, decoder_input_ids=None, labels=None):
+            ids = decoder_input_ids if labels is None else nn.functional.pad(labels, (1, -1)).clamp(min=0)
+            return self.decoder(inputs_embeds=t5.shared(ids), encoder_hidden_states=t5.shared(input_ids))
+
+    batch = token_batch()
+    with pytest.raises(NormlabError, match=r"not seen: give decoder_input_ids$"):
+        skip_sensitivity(sites(Hidden(), "decoder.block.*"), [{n: batch[n] for n in ("input_ids", "labels")}], **QUIET)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_mask_that_is_not_by_token_is_refused_where_the_tokens_are_the_labels(name):
+    ids, model = token_batch()["input_ids"], build(name)
+    seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril().expand(len(ids), 1, -1, -1)
+    mask = seen if name == "llama" else {"full_attention": seen, "sliding_attention": seen}
+    batch = {"input_ids": ids, "attention_mask": mask}
+    with pytest.raises(NormlabError, match=r"so padding cannot be told: give a \(batch, length\) mask, or none"):
+        skip_sensitivity(model, [batch], layers=[1], **QUIET)
+    assert len(skip_sensitivity(model, [batch | {"labels": ids}], layers=[1], **QUIET)) == 1
+
+
 def test_what_padding_predicts_does_not_count(model):
     batch = {name: tensor for name, tensor in token_batch().items() if name != "labels"}
     other = batch | {"input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 7)}

@@ -1,6 +1,8 @@
 """Kinds of blocks, layers and models that structure must tell: residuals apart, norms that add, packed weights, copies
 of norms, blocks in dicts, stages of pipelines."""
 
+from functools import partial
+
 import pytest
 import torch
 from probe_toys import WIDTH, Part, PreLN, Stack, X, contribution, size
@@ -257,6 +259,24 @@ def test_a_modulation_of_the_norms_is_no_branch():
     assert absent == {} and {site for site, *_, metric, _ in found if metric == "relative_contribution"} == {
         "attn", "mlp", "block",
     }  # fmt: skip
+
+
+class OfOneBranch(nn.Module):
+    """A block of Nemotron-H: one branch, whose attribute does not say of which kind it is."""
+
+    def __init__(self, mixer):
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(WIDTH), mixer
+
+    def forward(self, h):
+        return h + self.mixer(self.norm(h))
+
+
+def test_a_branch_that_is_but_called_a_mixer_is_of_the_kind_that_its_class_says():
+    classes = [type(name, (nn.Linear,), {}) for name in ("TinyAttention", "TinyMoE", "TinyMamba2Mixer", "Unknown")]
+    found, absent = table(Stack(*(partial(OfOneBranch, branch(WIDTH, WIDTH)) for branch in classes)))
+    kinds = {layer: site for site, layer, metric, _ in found if metric == "relative_contribution" and site != "block"}
+    assert kinds == {1: "attn", 2: "mlp", 3: "mixer", 4: "mixer"} and absent == {}
 
 
 # -- dicts and stages --------------------------------------------------------------------------------------------------

@@ -217,6 +217,41 @@ def test_where_the_model_adds_the_residual_the_sum_is_recorded(in_place, ends_in
     assert tables[0] == pytest.approx(right, rel=1e-5)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_of_one_block_the_final_norm_tells_that_the_model_adds_the_residual(in_place):
+    model = AddingModel(Update, depth=1)
+    if in_place:
+        model.add = torch.Tensor.add_
+    values = [
+        [
+            *skip_sensitivity(model, [IDS], **QUIET)["skip_delta_loss"],
+            *normlab.logit_lens_kl(model, [IDS], **QUIET)["value"],
+            *normlab.angular_distance(model, [IDS], **QUIET).to_numpy().ravel(),
+            *normlab.massive_activations(model, IDS, least=0, ratio=3).table["value"],
+            *void_tokens(model, [IDS], small=0.4, **QUIET)["value"],
+        ]
+        for model in (model, Toy(depth=1))
+    ]
+    assert values[0] == pytest.approx(values[1], rel=1e-4, abs=2e-6)
+    jacobians = [jacobian_identity(one, [IDS], **QUIET)["value"].tolist() for one in (model, Toy(depth=1))]
+    assert jacobians[0] == pytest.approx(jacobians[1], rel=0.1)  # estimates from other random vectors
+
+
+def test_of_one_block_any_norm_after_it_tells_else_its_sum_or_it_is_refused():
+    adding, plain = AddingModel(Update), Toy()
+    whole = normlab.angular_distance(plain, [IDS], **QUIET)
+    for model, layer in ((plain, 2), (adding, 2), (adding, 3)):
+        one = normlab.angular_distance(sites(model, f"layers.{layer - 1}"), [IDS], **QUIET)
+        assert one.loc[0, 1] == pytest.approx(whole.loc[layer - 1, layer], rel=1e-5)
+    alone = [model(block, depth=1) for model, block in ((Toy, Block), (AddingModel, Update))]
+    for model in alone:
+        model.norm = nn.Identity()
+    assert normlab.angular_distance(alone[0], [IDS], **QUIET).loc[0, 1] == pytest.approx(whole.loc[0, 1], rel=1e-5)
+    for experiment in (skip_sensitivity, normlab.angular_distance):
+        with pytest.raises(NormlabError, match="where the residual is added cannot be told"):
+            experiment(alone[1], [IDS], **QUIET)
+
+
 def test_a_residual_that_is_added_out_of_sight_is_refused_and_a_stream_that_is_mixed_between_blocks_is_not():
     model = AddingModel(Update)
     model.add = lambda x, adds: x + 0.5 * adds
