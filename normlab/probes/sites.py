@@ -412,7 +412,7 @@ def norms_below(module: nn.Module) -> Iterator[nn.Module]:
 def kind_of(name: str, module: nn.Module) -> str | None:
     """The kind of branch by the words of its attribute, else of its class; None for words that say nothing.
 
-    An attribute that is but called a mixer says less than the class. No shape tells attention from a gated MLP.
+    An attribute that is only called a mixer says less than its class. No shape tells attention from a gated MLP.
     """
     said = [name.lower(), type(module).__name__.lower()]
     for words in reversed(said) if _ANY_MIXER.search(said[0]) else said:
