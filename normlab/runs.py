@@ -446,14 +446,14 @@ def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
     if not directories and not errors:
         raise NormlabError(f"no runs in {places}; make some with `normlab sweep --preset tiny --out DIR`")
     whole: dict[Path, Any] = {}
-    where: dict[str, tuple[Path, str | None]] = {}  # directory and text of each name
+    where: dict[str, tuple[Path, dict[str, Any]]] = {}  # directory and text of each name
     for directory, pack in directories.items():
         try:
             run = _run(directory, pack)
-            text = run.manifest["corpus"].get("content_hash")
+            text = run.manifest["corpus"]
             if run.name in where:
                 first, other = where[run.name]
-                if text and other and text != other:
+                if packed.differ_in_text(text, other):
                     raise NormlabError(
                         f"{directory}, as {first} has its name but another text; read one of them at a time, or give "
                         "each text a path of its own"

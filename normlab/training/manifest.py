@@ -13,6 +13,7 @@ import math
 import platform
 import shlex
 import subprocess
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import torch
 from normlab import __version__, runs
 from normlab.training.config import AUTO, TrainConfig, require
 from normlab.training.distributed import device_of
+from normlab.training.text.corpus import LATER
 
 if TYPE_CHECKING:
     from normlab.training.loop import Training
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def manifest_of(config: TrainConfig, text: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's manifest before its first step. text: `Corpus.identity()`."""
+    """A run's manifest before its first step. text: `Corpus.identity(config)`."""
     return {
         "schema": runs.SCHEMA_VERSION,
         "run": config.run_id,
@@ -72,8 +74,16 @@ def results_of(training: Training, measurements: Measurements, diverged: bool) -
 
 
 def require_same(manifest: Mapping[str, Any], config: TrainConfig, text: Mapping[str, Any]) -> None:
-    """NormlabError naming the first difference between a finished run and `config` on a text of that identity."""
-    trained = TrainConfig.from_dict(manifest["config"]).identity() | manifest["corpus"]
+    """NormlabError naming the first difference between a finished run and `config` on a text of that identity.
+
+    A warning where the run is of an earlier version, which did not write what is compared.
+    """
+    unsaid = {name: text[name] for name in LATER if name in text and name not in manifest["corpus"]}
+    if unsaid:
+        warnings.warn(
+            f"run {manifest['run']} does not say its {', '.join(unsaid)}: it may be of another text", stacklevel=2
+        )
+    trained = TrainConfig.from_dict(manifest["config"]).identity() | unsaid | manifest["corpus"]
     for name, value in (config.identity() | dict(text)).items():
         require(
             trained[name] == value or value == AUTO,
