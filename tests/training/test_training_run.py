@@ -139,6 +139,19 @@ def test_probe_gradients_are_of_the_summed_loss(text, corpus):
     assert measured == pytest.approx([gradient.norm().item()], rel=1e-5)
 
 
+def test_layers_are_measured_where_all_logits_are_alike(text, corpus):
+    config = tiny(text, scheme="pre_rmsnorm")
+    training, measurements = Training(config, corpus, accelerator_for(config)), Measurements(config, corpus)
+    gain = training.model.model.norm.weight
+    with torch.no_grad():
+        gain.zero_()
+    measurements.layers(training.model, 0)
+    table = measurements.log.frame()
+    assert table.query("metric == 'loss'").value.item() == pytest.approx(math.log(corpus.vocab_size))
+    gradients = table.query("metric == 'grad_l2_total'").value
+    assert len(gradients) and (gradients == 0).all()
+
+
 def test_held_out_loss_is_the_mean_over_all_tokens(text, corpus):
     model = begin(tiny(text), corpus).model
     blocks = corpus.spread(5)
