@@ -47,23 +47,23 @@ def results_of(training: Training, measurements: Measurements, diverged: bool) -
     """The results of a run: its end, its tokens, and its model.
 
     `status` is explained in `Run.status`. `eval_loss` is the last held-out loss: None if it is not finite or was never
-    measured. A run whose held-out loss was never measured counts as learned.
+    measured. A run whose held-out loss was never measured counts as learned. A diverged run has no `validation_loss`.
     """
     config, loss = training.config, measurements.log.last("loss", "eval")
+    chosen_by = measurements.log.last("validation_loss", "eval")
     count_losses = measurements.on.count_losses
-    if diverged or (loss is not None and not math.isfinite(loss)):
-        status, loss = runs.DIVERGED, None
+    if diverged or not all(each is None or math.isfinite(each) for each in (loss, chosen_by)):
+        status, loss, chosen_by = runs.DIVERGED, None, None
     else:
         learned = loss is None or loss < min(training.corpus.unigram_entropy, *count_losses.values())
         status = runs.FINISHED if learned else runs.NOT_LEARNED
-    chosen_by = measurements.log.last("validation_loss", "eval")
     tokens = training.done * config.tokens_per_step
     facts = training.model.config.to_diff_dict()
     return {
         "status": status,
         "eval_loss": loss,
         **count_losses,
-        **({} if chosen_by is None or diverged else {"validation_loss": chosen_by}),
+        **({} if chosen_by is None else {"validation_loss": chosen_by}),
         "steps": training.done,
         "tokens": tokens,
         "epochs": None if config.stream else tokens / training.corpus.train_tokens,
