@@ -140,8 +140,8 @@ class Run:
     def status(self) -> str:
         """One of "finished", "diverged", "not_learned".
 
-        diverged: the loss became non-finite. not_learned: the last eval loss is not below every model that only counts
-        (unigram entropy, `bigram_loss`, `trigram_loss`).
+        diverged: the loss, or a weight after the last step, is not finite. not_learned: the last eval loss is not below
+        every model that only counts (unigram entropy, `bigram_loss`, `trigram_loss`).
         """
         return self.manifest["status"]
 

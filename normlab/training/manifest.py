@@ -47,7 +47,8 @@ def results_of(training: Training, measurements: Measurements, diverged: bool) -
     """The results of a run: its end, its tokens, and its model.
 
     `status` is explained in `Run.status`. `eval_loss` is the last held-out loss: None if it is not finite or was never
-    measured. A run whose held-out loss was never measured counts as learned. A diverged run has no `validation_loss`.
+    measured. A run whose held-out loss was never measured counts as learned. diverged: a training loss, or a weight
+    after the last step, is not finite. A diverged run has no `validation_loss`.
     """
     config, loss = training.config, measurements.log.last("loss", "eval")
     chosen_by = measurements.log.last("validation_loss", "eval")

@@ -173,6 +173,7 @@ def _run(
 
         diverged = _train_steps(training, measurements, checkpoints, bar, tell)
     model, after = training.whole_model(), None
+    diverged = diverged or not all(parameter.isfinite().all() for parameter in model.parameters())
     if config.experiment_blocks and not diverged:
         after = experiments(model, measurements.on.experiments)
     if is_first:
