@@ -79,12 +79,13 @@ def require_same(manifest: Mapping[str, Any], config: TrainConfig, text: Mapping
 
     A warning where the run is of an earlier version, which did not write what is compared.
     """
-    unsaid = {name: text[name] for name in LATER if name in text and name not in manifest["corpus"]}
+    said = {name: value for name, value in manifest.get("model", {}).items() if name in LATER} | manifest["corpus"]
+    unsaid = {name: text[name] for name in LATER if name in text and name not in said}
     if unsaid:
         warnings.warn(
             f"run {manifest['run']} does not say its {', '.join(unsaid)}: it may be of another text", stacklevel=2
         )
-    trained = TrainConfig.from_dict(manifest["config"]).identity() | unsaid | manifest["corpus"]
+    trained = TrainConfig.from_dict(manifest["config"]).identity() | unsaid | said
     for name, value in (config.identity() | dict(text)).items():
         require(
             trained[name] == value or value == AUTO,

@@ -156,6 +156,26 @@ def test_a_streamed_run_on_text_that_changed_after_its_head_is_another_run(go, s
         normlab.load_runs([run.path, again.path])
 
 
+def test_a_corrected_end_of_text_token_makes_another_run(text, corpus, go, stop, tmp_path):
+    tokenizer = corpus.tokenizer()
+    tokenizer.add_tokens([tokenizer.convert_ids_to_tokens(5)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = tiny(text, tokenizer=str(tmp_path / "tokenizer"), steps=4, probe_every=0, eval_every=0)
+    run = go(config, tmp_path / "out")
+    stop(config, tmp_path / "begun", 2)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    other = rf"has eos_token_id {corpus.eos_token_id}, here it is 5: .*delete the run"
+    with pytest.raises(NormlabError, match=other):
+        go(config, tmp_path / "out")
+    of_earlier = {name: value for name, value in run.manifest["corpus"].items() if name != "eos_token_id"}
+    store.write_json(run.path / runs.MANIFEST, {**run.manifest, "corpus": of_earlier})
+    with pytest.raises(NormlabError, match=other):
+        go(config, tmp_path / "out")
+    with pytest.warns(UserWarning, match="was begun with another eos_token_id, set aside: the run starts again"):
+        assert go(config, tmp_path / "begun").manifest["corpus"]["eos_token_id"] == 5
+
+
 def test_a_streamed_run_of_an_earlier_version_passes_with_a_warning(text, go, stop, tmp_path):
     config = tiny(text, stream=True, steps=4, probe_every=0, eval_every=0)
     stop(config, tmp_path, 2)

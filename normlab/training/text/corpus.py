@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 CACHE_VERSION = 4
 CARRIED = "{}.key"  # in a carried cache: the key of a named source, where it was read
-LATER = ("source_key",)  # of a text's identity: what manifests of earlier versions lack
+LATER = ("source_key", "eos_token_id")  # of a text's identity: what manifests of earlier versions lack
 
 
 class MeasuredOn(NamedTuple):
@@ -175,9 +175,10 @@ class Corpus:
         """The corpus as the manifest of a run of `config` has it: numbers are only compared between equal corpora.
 
         A run that streams reads more than is here. So it has also the key of the whole source: the hash of local files,
-        but only the name of other data.
+        but only the name of other data. A run with a given tokenizer has also the end-of-text token, which its hash
+        leaves out.
         """
-        streams = config is not None and config.stream
+        streams, is_given = config is not None and config.stream, config is not None and config.tokenizer is not None
         return {
             "source": self.source,
             "content_hash": self.content_hash,
@@ -188,6 +189,7 @@ class Corpus:
             "held_out_blocks": len(self.held_out),
             "unigram_entropy": self.unigram_entropy,
             **({"source_key": self.source_key or source_key(self.source)} if streams else {}),
+            **({"eos_token_id": self.eos_token_id} if is_given else {}),
         }
 
 
