@@ -196,7 +196,7 @@ def _train(
     """
     from normlab.runs import COUNT_LOSSES
     from normlab.store import child
-    from normlab.training.config import TrainConfig, flag_of
+    from normlab.training.config import TrainConfig, argument, flag_of
     from normlab.training.distributed import start_ranks
     from normlab.training.run import RunStopped, train, train_from_manifest
 
@@ -204,9 +204,9 @@ def _train(
     if from_manifest and fields:
         raise NormlabError(f"--from-manifest sets the whole configuration; leave out {', '.join(map(flag_of, fields))}")
     if ranks != 1:
-        run_of = ["--from-manifest", from_manifest] if from_manifest else TrainConfig(**fields).to_arguments()
-        places = ["--out", out, *(["--cache-dir", cache_dir] if cache_dir else []), *["--quiet"] * quiet]
-        return start_ranks(ranks, ["train", *run_of, *places])
+        run_of = argument("--from-manifest", from_manifest) if from_manifest else TrainConfig(**fields).to_arguments()
+        places = [*argument("--out", out), *(argument("--cache-dir", cache_dir) if cache_dir else [])]
+        return start_ranks(ranks, ["train", *run_of, *places, *["--quiet"] * quiet])
     try:
         with stopped_by_signal() as watch:
             options: dict[str, Any] = {"cache_dir": cache_dir, "progress": not quiet, "watch": watch}

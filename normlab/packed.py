@@ -18,7 +18,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -289,15 +289,17 @@ def _has_another_text(path: Path, pack: Pack) -> bool:
     """True if a run's name is in the pack, of a run on another text. False where one of the two does not say."""
     if path.name not in pack.names:
         return False
-    texts = {_content_hash(_text(path)), _content_hash(pack.manifest(path.name))}
-    return None not in texts and len(texts) > 1
-
-
-def _content_hash(manifest: str) -> str | None:
     try:
-        return json.loads(manifest)["corpus"]["content_hash"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
+        one, other = (json.loads(manifest)["corpus"] for manifest in (_text(path), pack.manifest(path.name)))
+        return differ_in_text(one, other)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def differ_in_text(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if two runs' manifests, in "corpus", say of two texts. What one of them does not say tells nothing."""
+    says = [(one.get(name), other.get(name)) for name in ("content_hash", "source_key")]
+    return any(a is not None and b is not None and a != b for a, b in says)
 
 
 def _require_only_a_run(path: Path) -> None:

@@ -140,8 +140,8 @@ class Run:
     def status(self) -> str:
         """One of "finished", "diverged", "not_learned".
 
-        diverged: the loss became non-finite. not_learned: the last eval loss is not below every model that only counts
-        (unigram entropy, `bigram_loss`, `trigram_loss`).
+        diverged: the loss, or a weight after the last step, is not finite. not_learned: the last eval loss is not below
+        every model that only counts (unigram entropy, `bigram_loss`, `trigram_loss`).
         """
         return self.manifest["status"]
 
@@ -446,14 +446,14 @@ def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
     if not directories and not errors:
         raise NormlabError(f"no runs in {places}; make some with `normlab sweep --preset tiny --out DIR`")
     whole: dict[Path, Any] = {}
-    where: dict[str, tuple[Path, str | None]] = {}  # directory and text of each name
+    where: dict[str, tuple[Path, dict[str, Any]]] = {}  # directory and text of each name
     for directory, pack in directories.items():
         try:
             run = _run(directory, pack)
-            text = run.manifest["corpus"].get("content_hash")
+            text = run.manifest["corpus"]
             if run.name in where:
                 first, other = where[run.name]
-                if text and other and text != other:
+                if packed.differ_in_text(text, other):
                     raise NormlabError(
                         f"{directory}, as {first} has its name but another text; read one of them at a time, or give "
                         "each text a path of its own"

@@ -31,6 +31,7 @@ from normlab.training.config import TrainConfig
 from normlab.training.distributed import decided_by_first
 from normlab.training.loop import Training
 from normlab.training.measure import RunLog
+from normlab.training.text.corpus import LATER
 
 STATE, STREAM, BEGUN, LISTED = "state.pt", "stream.json", "begun.json", "files.json"
 HARMLESS = ("keep_weights", "checkpoint_every")  # settings that change no number
@@ -72,6 +73,11 @@ class Checkpoints:
             raise NormlabError(
                 f"{newest} cannot be resumed ({first_line(error)}); delete it and start again"
             ) from error
+        unsaid = [name for name in LATER if name in self.manifest["corpus"] and name not in begun["corpus"]]
+        if unsaid and self.training.accelerator.is_main_process:
+            warnings.warn(
+                f"{newest} does not say its {', '.join(unsaid)}: it may have begun on another text", stacklevel=2
+            )
         self._name_commits(newest, begun)
 
     def wall_s(self) -> float:
@@ -225,6 +231,7 @@ def _unlike(checkpoint: Path, manifest: dict[str, Any]) -> list[str]:
     try:
         begun = json.loads((checkpoint / BEGUN).read_text())
         begun["config"] = TrainConfig.from_dict(begun["config"]).to_dict()  # with fields that were added since
+        begun["corpus"] = {name: manifest["corpus"].get(name) for name in LATER} | begun["corpus"]
         if begun["schema"] != manifest["schema"]:
             return ["schema"]
         parts = [(begun[part], manifest[part]) for part in ("config", "corpus", "environment")]

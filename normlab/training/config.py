@@ -5,6 +5,7 @@
 `check(configuration)`           NormlabError for a value of another type, or that its rule refuses
 `described(cls)`                 the fields as text, for a docstring
 `flag_of(name)`                  the command-line flag of a field
+`argument(flag, value)`          a flag and its value, as a command line takes them
 `CorpusSpec`                     which text, cut how
 `TrainConfig`                    a whole run
 """
@@ -151,6 +152,11 @@ def _as_float(value: Any, kind: Any) -> Any:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def argument(flag: str, value: str) -> list[str]:
+    """A flag and its value. They are one word where the value would be read as another flag."""
+    return [f"{flag}={value}"] if value.startswith("-") else [flag, value]
 
 
 # --- configurations ---
@@ -407,7 +413,7 @@ class TrainConfig:
             elif isinstance(value, dict):
                 arguments += [item for key, entry in value.items() for item in (flag, f"{key}={json.dumps(entry)}")]
             else:
-                arguments += [flag, str(value)]
+                arguments += argument(flag, str(value))
         return arguments
 
     @classmethod

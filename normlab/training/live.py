@@ -23,7 +23,7 @@ from subprocess import DEVNULL, Popen
 from typing import IO, Any
 
 from normlab import runs, store
-from normlab.training.config import TrainConfig
+from normlab.training.config import TrainConfig, argument
 
 READY, STARTING, TRAINING, STOPPED, FAILED = "ready", "starting", "training", "stopped", "failed"
 LIVE = (STARTING, TRAINING)
@@ -72,7 +72,8 @@ class BackgroundRun:
         self._points.clear()
         self.step, self._read, self._stopping, self.reason, self.state = 0, 0, False, "", STARTING
         command = [sys.executable, "-m", "normlab", "train", *self.config.to_arguments(), "--quiet"]
-        command += ["--out", str(self.out)] + ([] if self.cache_dir is None else ["--cache-dir", str(self.cache_dir)])
+        command += argument("--out", str(self.out))
+        command += [] if self.cache_dir is None else argument("--cache-dir", str(self.cache_dir))
         # Modules that can be imported here can be imported there.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the process has ended)

@@ -13,6 +13,7 @@ import math
 import platform
 import shlex
 import subprocess
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import torch
 from normlab import __version__, runs
 from normlab.training.config import AUTO, TrainConfig, require
 from normlab.training.distributed import device_of
+from normlab.training.text.corpus import LATER
 
 if TYPE_CHECKING:
     from normlab.training.loop import Training
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def manifest_of(config: TrainConfig, text: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's manifest before its first step. text: `Corpus.identity()`."""
+    """A run's manifest before its first step. text: `Corpus.identity(config)`."""
     return {
         "schema": runs.SCHEMA_VERSION,
         "run": config.run_id,
@@ -45,23 +47,24 @@ def results_of(training: Training, measurements: Measurements, diverged: bool) -
     """The results of a run: its end, its tokens, and its model.
 
     `status` is explained in `Run.status`. `eval_loss` is the last held-out loss: None if it is not finite or was never
-    measured. A run whose held-out loss was never measured counts as learned.
+    measured. A run whose held-out loss was never measured counts as learned. diverged: a training loss, or a weight
+    after the last step, is not finite. A diverged run has no `validation_loss`.
     """
     config, loss = training.config, measurements.log.last("loss", "eval")
+    chosen_by = measurements.log.last("validation_loss", "eval")
     count_losses = measurements.on.count_losses
-    if diverged or (loss is not None and not math.isfinite(loss)):
-        status, loss = runs.DIVERGED, None
+    if diverged or not all(each is None or math.isfinite(each) for each in (loss, chosen_by)):
+        status, loss, chosen_by = runs.DIVERGED, None, None
     else:
         learned = loss is None or loss < min(training.corpus.unigram_entropy, *count_losses.values())
         status = runs.FINISHED if learned else runs.NOT_LEARNED
-    chosen_by = measurements.log.last("validation_loss", "eval")
     tokens = training.done * config.tokens_per_step
     facts = training.model.config.to_diff_dict()
     return {
         "status": status,
         "eval_loss": loss,
         **count_losses,
-        **({} if chosen_by is None or diverged else {"validation_loss": chosen_by}),
+        **({} if chosen_by is None else {"validation_loss": chosen_by}),
         "steps": training.done,
         "tokens": tokens,
         "epochs": None if config.stream else tokens / training.corpus.train_tokens,
@@ -72,8 +75,17 @@ def results_of(training: Training, measurements: Measurements, diverged: bool) -
 
 
 def require_same(manifest: Mapping[str, Any], config: TrainConfig, text: Mapping[str, Any]) -> None:
-    """NormlabError naming the first difference between a finished run and `config` on a text of that identity."""
-    trained = TrainConfig.from_dict(manifest["config"]).identity() | manifest["corpus"]
+    """NormlabError naming the first difference between a finished run and `config` on a text of that identity.
+
+    A warning where the run is of an earlier version, which did not write what is compared.
+    """
+    said = {name: value for name, value in manifest.get("model", {}).items() if name in LATER} | manifest["corpus"]
+    unsaid = {name: text[name] for name in LATER if name in text and name not in said}
+    if unsaid:
+        warnings.warn(
+            f"run {manifest['run']} does not say its {', '.join(unsaid)}: it may be of another text", stacklevel=2
+        )
+    trained = TrainConfig.from_dict(manifest["config"]).identity() | unsaid | said
     for name, value in (config.identity() | dict(text)).items():
         require(
             trained[name] == value or value == AUTO,

@@ -129,7 +129,9 @@ class Measurements:
     def layers(self, model: nn.Module, step: int) -> None:
         """Layer statistics. Gradients are of the summed token loss, towards block 1's input by `autograd.grad`."""
         ids = torch.from_numpy(self.on.probe).to(device_of(model))
-        with evaluating(model), torch.enable_grad(), record(model, metrics=self.config.probe_metrics()) as recorder:
+        # Given, because logits that are all alike do not tell it.
+        recorder = record(model, metrics=self.config.probe_metrics(), loss_tokens=ids[:, 1:].numel())
+        with evaluating(model), torch.enable_grad(), recorder:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             recorder.backward(loss)
         self.log.add(step, "probe", "loss", loss.item())

@@ -98,7 +98,7 @@ def train(
     with store.local_folder(out, names if is_first else ()) as root, store.full_disk_named(root):
         with accelerator.main_process_first():  # it prepares the text; the others find it in the cache
             corpus = corpus_of(config, cache_dir, show)
-        asked, text = config, corpus.identity()
+        asked, text = config, corpus.identity(config)
         config, manifest = decided_by_first(accelerator, lambda: _settled(asked, text, root, device))
         final, work = root / config.run_id, root / store.PARTIAL / config.run_id
         with store.to_train(root, config.run_id) if is_first else contextlib.nullcontext(False) as to_train:
@@ -173,6 +173,7 @@ def _run(
 
         diverged = _train_steps(training, measurements, checkpoints, bar, tell)
     model, after = training.whole_model(), None
+    diverged = diverged or not all(parameter.isfinite().all() for parameter in model.parameters())
     if config.experiment_blocks and not diverged:
         after = experiments(model, measurements.on.experiments)
     if is_first:
@@ -256,5 +257,5 @@ def train_from_manifest(path: str | Path, out: str | Path = "runs", **options: A
     manifest = runs.read_run(path).manifest
     config = TrainConfig.from_dict(manifest["config"])
     corpus = corpus_of(config, options.get("cache_dir"), options.get("progress", True))
-    require_same(manifest, config, corpus.identity())
+    require_same(manifest, config, corpus.identity(config))
     return train(config, out, **options)

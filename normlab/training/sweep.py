@@ -123,7 +123,7 @@ class _Job:
     def _train(self, configs: Sequence[TrainConfig]) -> None:
         # Built once, here: workers find the corpora in the cache instead of all building them.
         specs = {CorpusSpec.of(config) for config in configs}
-        identities = {spec: corpus_of(spec, self.cache_dir, self.bar.show).identity() for spec in specs}
+        corpora = {spec: corpus_of(spec, self.cache_dir, self.bar.show) for spec in specs}
         waiting = []
         for config in configs:
             path = config.finished_in(self.root)
@@ -132,7 +132,7 @@ class _Job:
                 continue
             try:
                 run = runs.read_run(path)
-                require_same(run.manifest, config, identities[CorpusSpec.of(config)])
+                require_same(run.manifest, config, corpora[CorpusSpec.of(config)].identity(config))
                 self._finished(config, run, skipped=True)
             except NormlabError as error:
                 self._failed(config, error)

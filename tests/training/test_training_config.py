@@ -12,7 +12,7 @@ from training_helpers import tiny
 from normlab import cli, runs
 from normlab.errors import NormlabError
 from normlab.study.presets import Part, Preset, Variant
-from normlab.training.config import SET_BY, CorpusSpec, TrainConfig
+from normlab.training.config import SET_BY, CorpusSpec, TrainConfig, argument
 
 DATA = Path(__file__).parents[2] / "data"
 TEXT = Path("text.txt")
@@ -77,6 +77,12 @@ def test_a_configuration_survives_its_dictionary_and_its_command_line():
     assert TrainConfig(**cli.given(options.arguments["config"])) == config
     with pytest.raises(NormlabError, match="unknown training fields colour"):
         TrainConfig.from_dict({"colour": "red"})
+
+
+def test_a_value_that_begins_like_a_flag_survives_the_command_line():
+    config = tiny(Path("-odd name.txt"), tokenizer="--out", outlier_channels=1, outlier_size=-3.0)
+    _, options = cli.parse(["train", *config.to_arguments(), *argument("--out", "-runs")])
+    assert TrainConfig(**cli.given(options.arguments["config"])) == config and options.arguments["out"] == "-runs"
 
 
 def test_every_field_is_described_where_it_is_defined():

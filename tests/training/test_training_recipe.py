@@ -198,6 +198,14 @@ def test_what_is_stored_changes_nothing_about_training(stored, go, tmp_path):
     assert np.array_equal(losses, others)
 
 
+@pytest.mark.parametrize("eval_every", [0, 1])
+def test_a_run_whose_last_step_leaves_no_finite_loss_on_either_half_has_diverged(eval_every, by_file, go, tmp_path):
+    fields = dict(store_all=True, held_out="test", stop_at=1, probe_every=1, eval_every=eval_every, clip=0.0)
+    run = go(tiny(Path("packages"), scheme="pre_rmsnorm", lr=1e38, **fields), tmp_path)
+    assert run.status == "diverged" and run.manifest["eval_loss"] is None and "validation_loss" not in run.manifest
+    assert np.isnan(run.table().query("metric == 'validation_loss'").value).all()
+
+
 def test_every_metric_that_is_stored_stands_in_the_table_of_metrics(stored):
     from normlab.probes.metrics import ALL_METRICS
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from training_helpers import WORDS, tiny
 
-from normlab import runs
+from normlab import runs, store
 from normlab.schemes import STUDIED
 from normlab.training import run as run_module
 from normlab.training.config import TrainConfig
@@ -139,6 +139,18 @@ def test_probe_gradients_are_of_the_summed_loss(text, corpus):
     assert measured == pytest.approx([gradient.norm().item()], rel=1e-5)
 
 
+def test_layers_are_measured_where_all_logits_are_alike(text, corpus):
+    config = tiny(text, scheme="pre_rmsnorm")
+    model, measurements = begin(config, corpus).model, Measurements(config, corpus)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    measurements.layers(model, 0)
+    table = measurements.log.frame()
+    assert table.query("metric == 'loss'").value.item() == pytest.approx(math.log(corpus.vocab_size))
+    gradients = table.query("metric == 'grad_l2_total'").value
+    assert len(gradients) and (gradients == 0).all()
+
+
 def test_held_out_loss_is_the_mean_over_all_tokens(text, corpus):
     model = begin(tiny(text), corpus).model
     blocks = corpus.spread(5)
@@ -178,6 +190,14 @@ def test_a_run_whose_loss_is_not_finite_stops_and_is_kept(text, go, tmp_path):
     assert run.manifest["steps"] == losses.step.max() < 50
     assert np.isfinite(losses.value[:-1]).all() and not math.isfinite(losses.value.iloc[-1])
     assert go(tiny(text, scheme="pre_rmsnorm", lr=1e30, steps=50, eval_every=10), tmp_path).path == run.path
+
+
+def test_a_run_whose_last_step_breaks_its_weights_has_diverged_also_where_nothing_is_measured_after(
+    text, go, tmp_path
+):
+    fields = dict(lr=1e38, clip=0.0, stop_at=1, probe_every=0, eval_every=0, experiment_blocks=2)
+    run = go(tiny(text, scheme="pre_rmsnorm", **fields), tmp_path)
+    assert run.status == "diverged" and not (run.path / store.EXPERIMENTS).is_file()
 
 
 def test_the_last_steps_are_logged_whatever_the_interval(text, go, tmp_path):

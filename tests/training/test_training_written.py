@@ -139,6 +139,58 @@ def test_a_finished_run_on_other_text_is_an_error_that_names_the_difference(go, 
         train_from_manifest(run.path, tmp_path / "again", cache_dir=tmp_path, progress=False)
 
 
+def test_a_streamed_run_on_text_that_changed_after_its_head_is_another_run(go, stop, tmp_path):
+    text = write_text(tmp_path / "text.txt")
+    config = tiny(text, stream=True, characters=20_000, steps=4, probe_every=0, eval_every=0)
+    run = go(config, tmp_path / "out")
+    stop(config, tmp_path / "begun", 2)
+    text.write_text(f"{text.read_text()}\n\nand more")
+    with pytest.raises(NormlabError, match="has source_key '.*', here it is '.*': .*delete the run"):
+        go(config, tmp_path / "out")
+    with pytest.raises(NormlabError, match="has source_key"):
+        train_from_manifest(run.path, tmp_path / "again", cache_dir=tmp_path, progress=False)
+    with pytest.warns(UserWarning, match="was begun with another source_key, set aside: the run starts again"):
+        again = go(config, tmp_path / "begun")
+    assert again.manifest["corpus"]["content_hash"] == run.manifest["corpus"]["content_hash"]
+    with pytest.warns(UserWarning, match="left out: .* has its name but another text"):
+        normlab.load_runs([run.path, again.path])
+
+
+def test_a_corrected_end_of_text_token_makes_another_run(text, corpus, go, stop, tmp_path):
+    tokenizer = corpus.tokenizer()
+    tokenizer.add_tokens([tokenizer.convert_ids_to_tokens(5)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = tiny(text, tokenizer=str(tmp_path / "tokenizer"), steps=4, probe_every=0, eval_every=0)
+    run = go(config, tmp_path / "out")
+    stop(config, tmp_path / "begun", 2)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    other = rf"has eos_token_id {corpus.eos_token_id}, here it is 5: .*delete the run"
+    with pytest.raises(NormlabError, match=other):
+        go(config, tmp_path / "out")
+    of_earlier = {name: value for name, value in run.manifest["corpus"].items() if name != "eos_token_id"}
+    store.write_json(run.path / runs.MANIFEST, {**run.manifest, "corpus": of_earlier})
+    with pytest.raises(NormlabError, match=other):
+        go(config, tmp_path / "out")
+    with pytest.warns(UserWarning, match="was begun with another eos_token_id, set aside: the run starts again"):
+        assert go(config, tmp_path / "begun").manifest["corpus"]["eos_token_id"] == 5
+
+
+def test_a_streamed_run_of_an_earlier_version_passes_with_a_warning(text, go, stop, tmp_path):
+    config = tiny(text, stream=True, steps=4, probe_every=0, eval_every=0)
+    stop(config, tmp_path, 2)
+    begun = _begun_of(config, tmp_path, 2)
+    del begun["corpus"]["source_key"]
+    _rewrite(config, tmp_path, 2, begun)
+    with pytest.warns(UserWarning, match="checkpoint-2 does not say its source_key: it may have begun on another text"):
+        run = go(config, tmp_path)
+    assert run.manifest["measured"]["resumed_from_step"] == 2
+    corpus = {name: value for name, value in run.manifest["corpus"].items() if name != "source_key"}
+    store.write_json(run.path / runs.MANIFEST, {**run.manifest, "corpus": corpus})
+    with pytest.warns(UserWarning, match="does not say its source_key: it may be of another text"):
+        assert go(config, tmp_path).name == run.name
+
+
 def _break_off(monkeypatch: pytest.MonkeyPatch, go: Callable, config: TrainConfig, out: Path, error: Exception) -> None:
     """Raise at the second checkpoint; the first one stays."""
     original, calls = store.write_stats, []

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 CACHE_VERSION = 4
 CARRIED = "{}.key"  # in a carried cache: the key of a named source, where it was read
+LATER = ("source_key", "eos_token_id")  # of a text's identity: what manifests of earlier versions lack
 
 
 class MeasuredOn(NamedTuple):
@@ -86,6 +87,7 @@ class Corpus:
     text, both halves; the others are (2, held-out blocks).
     validation_blocks: the first so many held-out blocks are the half "validation". None: every other one is.
     files: path and first token of each held-out file, in order, if text is split by file.
+    source_key: of the whole source, as `normlab.training.text.source.source_key`. Empty for a carried corpus.
     """
 
     source: str
@@ -100,6 +102,7 @@ class Corpus:
     ngram_losses: np.ndarray
     validation_blocks: int | None = None
     files: Sequence[tuple[str, int]] = ()
+    source_key: str = ""
 
     @property
     def cache_dir(self) -> Path:
@@ -168,8 +171,14 @@ class Corpus:
             eval_files=self.files_of(rows),
         )
 
-    def identity(self) -> dict[str, Any]:
-        """The corpus as a manifest has it: numbers are only compared between equal corpora."""
+    def identity(self, config: Any = None) -> dict[str, Any]:
+        """The corpus as the manifest of a run of `config` has it: numbers are only compared between equal corpora.
+
+        A run that streams reads more than is here. So it has also the key of the whole source: the hash of local files,
+        but only the name of other data. A run with a given tokenizer has also the end-of-text token, which its hash
+        leaves out.
+        """
+        streams, is_given = config is not None and config.stream, config is not None and config.tokenizer is not None
         return {
             "source": self.source,
             "content_hash": self.content_hash,
@@ -179,6 +188,8 @@ class Corpus:
             "train_tokens": self.train_tokens,
             "held_out_blocks": len(self.held_out),
             "unigram_entropy": self.unigram_entropy,
+            **({"source_key": self.source_key or source_key(self.source)} if streams else {}),
+            **({"eos_token_id": self.eos_token_id} if is_given else {}),
         }
 
 
@@ -196,11 +207,14 @@ def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool =
     require_training()
     spec = CorpusSpec.of(config)
     root = Path(cache_dir or platformdirs.user_cache_dir("normlab"))
-    final = root / "corpus" / _key(spec, root)
+    carried = root / "corpus" / CARRIED.format(spec.corpus)
+    is_carried = spec.corpus in SOURCES and carried.is_file()
+    source = carried.read_text() if is_carried else source_key(spec.corpus)
+    final = root / "corpus" / _key(spec, source)
     if not (final / "corpus.json").is_file():
         with full_disk_named(root), datasets_in(root):
             _build(final, spec, progress and can_redraw())
-    return _open(final, spec.corpus)
+    return _open(final, spec.corpus, "" if is_carried else source)
 
 
 def carry(config: Any, cache_dir: str | Path) -> Corpus:
@@ -214,10 +228,8 @@ def carry(config: Any, cache_dir: str | Path) -> Corpus:
     return corpus
 
 
-def _key(spec: CorpusSpec, root: Path) -> str:
-    """A name that changes with the text and with how it is cut. A carried corpus has that of its own machine."""
-    carried = root / "corpus" / CARRIED.format(spec.corpus)
-    source = carried.read_text() if spec.corpus in SOURCES and carried.is_file() else source_key(spec.corpus)
+def _key(spec: CorpusSpec, source: str) -> str:
+    """A name that changes with the text, whose key is `source`, and with how it is cut."""
     tokenizer = tokenizer_key(spec.tokenizer) or f"bpe-{spec.vocab_size}"
     cut = (tokenizer, str(spec.block_length), spec.text_column, str(spec.characters))
     return digest(str(CACHE_VERSION), source, *cut)[:20]
@@ -307,7 +319,7 @@ def _write_blocks(path: Path, blocks: np.ndarray) -> None:
         writer.write_table(table)
 
 
-def _open(path: Path, source: str) -> Corpus:
+def _open(path: Path, source: str, key: str) -> Corpus:
     from datasets import Dataset
 
     facts = json.loads((path / "corpus.json").read_text())
@@ -322,4 +334,5 @@ def _open(path: Path, source: str) -> Corpus:
         **blocks,
         tokenizer_path=path / "tokenizer",
         ngram_losses=np.load(path / "ngram_losses.npy"),
+        source_key=key,
     )
