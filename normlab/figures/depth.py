@@ -11,14 +11,13 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.analysis.outcomes import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, UNKNOWN, outcomes
-from normlab.analysis.quantities import last_values
+from normlab.analysis.quantities import last_values, mean_of
 from normlab.analysis.selection import (
     DIVERGED,
     FINISHED,
     NOT_LEARNED,
     NothingToShow,
     Selection,
-    mean_of,
     require_one_length,
 )
 from normlab.analysis.verdicts import LEVEL, bracketed, differences, in_words, interval, judged

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.quantities import last_values
-from normlab.analysis.selection import DIVERGED, NothingToShow, Selection, mean_of
+from normlab.analysis.quantities import last_values, mean_of
+from normlab.analysis.selection import DIVERGED, NothingToShow, Selection
 from normlab.analysis.verdicts import DIFFERENT, SEEDS, bracketed, differences, judged
 from normlab.figures import theme
 from normlab.figures.draw import (

@@ -7,7 +7,7 @@ import math
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.quantities import quantity_row, values_of
+from normlab.analysis.quantities import mean_of, quantity_row, values_of
 from normlab.analysis.selection import (
     DIVERGED,
     NOT_LEARNED,
@@ -17,7 +17,6 @@ from normlab.analysis.selection import (
     depths_of_most,
     has_learned,
     in_order,
-    mean_of,
     one_precision,
     require_one_length,
     require_one_text,
