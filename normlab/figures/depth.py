@@ -28,6 +28,7 @@ from normlab.figures.draw import (
     axis_bounds,
     interval_bars,
     label_ends,
+    label_trace,
     mark,
     note,
     selected,
@@ -128,10 +129,11 @@ def _depth_points(shown: Selection) -> pd.DataFrame:
 def _add_losses(
     figure: go.Figure, shown: Selection, points: pd.DataFrame, levels: dict[str, float], pixels: int
 ) -> None:
-    """Draw the left panel: one line per scheme, with a label where it reaches the deepest depth."""
+    """Draw the left panel: one line per scheme, with a label at its end, or beside its last dot if that is before."""
     lowest = [min(levels.values())] if levels else []
     bounds = axis_bounds([*points["mean"], *lowest], False) or (0.0, 1.0)
-    labels = []
+    labels: list[EndLabel] = []
+    inside: dict[int, list[EndLabel]] = {}  # by depth
     for name in shown.schemes:
         mine, style = points[points["scheme"] == name], theme.style_of(name)
         drawn, broken = mine[mine["mean"].notna()], mine[mine["diverged"]]
@@ -152,8 +154,12 @@ def _add_losses(
                      "<br>depth %{x}: %{text}", text=text, row=1, col=1, mode="markers", name=f"{name} diverged",
                      cliponaxis=False, marker=dict(symbol="x", size=9, color=style.color),
                      meta=dict(scheme=name, panel="loss", diverged=True))  # fmt: skip
-        deepest = drawn[drawn["depth"] == shown.depths[-1]]
-        labels += [EndLabel(float(value), style.title, style.color) for value in deepest["mean"]]
+        for row in drawn.tail(1).itertuples():
+            ends = labels if row.depth == shown.depths[-1] else inside.setdefault(int(row.depth), [])
+            ends.append(EndLabel(float(row.mean), style.title, style.color, float(row.depth)))
+    for ends in inside.values():
+        if names := label_trace(ends, bounds, pixels, False):
+            figure.add_trace(names, row=1, col=1)
     figure.update_yaxes(range=bounds, title_text=LOSS.axis, col=1)
     labels += mark_levels(figure, levels, bounds, columns=(1,))
     label_ends(figure, labels, bounds, pixels, False)
