@@ -155,7 +155,7 @@ def quantity_by_rate(runs: pd.DataFrame, quantity: str = "growth", depth: int | 
     figure.update_xaxes(tickvals=rates, ticktext=[f"{rate:g}" for rate in rates])
     bounds = axis_bounds(values["value"], row.log, 0.08)
     figure.update_yaxes(title_text=row.axis, **value_axis(bounds, row.log))
-    figure.update_layout(margin=_MARGIN | dict(r=30))
+    figure.update_layout(margin=_MARGIN | dict(r=30), legend=dict(tracegroupgap=0))
     seeds = seeds_in_words(values.groupby(["scheme", "lr"])["seed"].nunique())
     words = [f"{depth} blocks", f"width {about['width'].iloc[0]}", seeds, row.definition]
     diverged = int((about["status"] == DIVERGED).sum())

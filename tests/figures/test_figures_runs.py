@@ -258,7 +258,7 @@ def test_a_figure_grows_by_the_schemes_of_its_legend():
         for count in (3, 30)
     )
     room = many.layout.height - many.layout.margin.t - many.layout.margin.b
-    assert few.layout.height == 480 and room / 30 >= 20
+    assert few.layout.height == 480 and room / 30 >= 20 and many.layout.legend.tracegroupgap == 0
 
 
 def test_the_title_says_that_the_schemes_that_it_counts_have_four_seeds():
