@@ -155,8 +155,11 @@ def _add_losses(
                      cliponaxis=False, marker=dict(symbol="x", size=9, color=style.color),
                      meta=dict(scheme=name, panel="loss", diverged=True))  # fmt: skip
         for row in drawn.tail(1).itertuples():
-            ends = labels if row.depth == shown.depths[-1] else inside.setdefault(int(row.depth), [])
-            ends.append(EndLabel(float(row.mean), style.title, style.color, float(row.depth)))
+            if row.depth == shown.depths[-1]:
+                labels.append(EndLabel(float(row.mean), style.title, style.color))
+            else:
+                name_of_dot = EndLabel(float(row.mean), f" {style.title}", style.color, float(row.depth))
+                inside.setdefault(int(row.depth), []).append(name_of_dot)
     for ends in inside.values():
         if names := label_trace(ends, bounds, pixels, False):
             figure.add_trace(names, row=1, col=1)
