@@ -173,7 +173,7 @@ def test_a_number_of_seeds_of_which_one_diverged_is_refused_and_a_cell_says_so(c
         ("seeds: loss", "| LNS | 0.001 | 4.10 | 4.40 | 4.70 | diverged |"),
     ):
         assert answer(f"{asked} @ grid").splitlines()[-1] == line
-    for asked in ("loss: lns", "growth: lns", "loss: lns - pre_rmsnorm", "loss: pre_rmsnorm - lns : below"):
+    for asked in ("loss: lns", "growth: lns", "loss: lns - pre_rmsnorm", "loss: pre_rmsnorm - lns"):
         with pytest.raises(ValueError, match="LNS: 1 of 4 diverged"):
             answer(f"{asked} @ grid")
     assert answer("loss: pre_rmsnorm @ grid") == "4.45"
