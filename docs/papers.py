@@ -84,7 +84,7 @@ def _unlike(claims: tuple[Claim, ...]) -> str:
     for folder, depth in (SMALL, LARGE):
         runs = picked(folder, {"depth": depth})
         if words := recipes_in_words(runs[runs["scheme"].isin(schemes)]):
-            lines.append(f"- With {depth} blocks: {words}.")
+            lines.append(f"- Runs of {depth} blocks were {words}.")
     return "\n\n" * bool(lines) + "\n".join(lines)
 
 
