@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from bench import BENCH
-from queries import estimate, picked, written
+from queries import Diverged, estimate, picked, written
 from tables import plain, table
 
 import normlab
 from normlab.analysis.quantities import quantity_row
-from normlab.analysis.selection import title_of
+from normlab.analysis.selection import recipes_in_words, title_of
 from normlab.analysis.verdicts import LOSS_MARGIN, SEEDS, SIZE_MARGIN, UNDECIDED, judged
 from normlab.errors import NormlabError
 
@@ -72,35 +72,58 @@ def texts() -> dict[str, str]:
     head = ("claim", "in the paper", "theirs", "8 blocks, 128 wide", "24 blocks, 512 wide", "same sign?")
     curse, bhyt = (_rows(paper, claims) for paper, claims in CLAIMS.items())
     return {
-        "table_of_curse_of_depth": table(head, curse),
-        "table_of_bhyt": table(head, [*bhyt, *_speeds()]),
+        "table_of_curse_of_depth": table(head, curse) + _unlike(CLAIMS["Curse of Depth"]),
+        "table_of_bhyt": table(head, [*bhyt, *_speeds()]) + _unlike(CLAIMS["BHyT"]),
     }
+
+
+def _unlike(claims: tuple[Claim, ...]) -> str:
+    """What the runs of these schemes were trained unlike in, a line for a depth; empty if they were trained alike."""
+    schemes = {name for claim in claims for name in (claim.a, claim.b)}
+    lines = []
+    for folder, depth in (SMALL, LARGE):
+        runs = picked(folder, {"depth": depth})
+        if words := recipes_in_words(runs[runs["scheme"].isin(schemes)]):
+            lines.append(f"- Runs of {depth} blocks were {words}.")
+    return "\n\n" * bool(lines) + "\n".join(lines)
 
 
 def _rows(paper: str, claims: tuple[Claim, ...]) -> list[tuple[str, ...]]:
     """A row per claim. The comparisons of the table are one family."""
-    asked = [(claim, place) for claim in claims for place in (SMALL, LARGE)]
-    found = {at: row for at in asked if (row := _ours(*at)) is not None}
-    family = judged(pd.DataFrame(list(found.values())).reset_index(drop=True))
-    own = dict(zip(found, (row for _, row in family.iterrows()), strict=True))
+    found: dict[tuple[Claim, tuple[str, int]], pd.Series] = {}
+    own: dict[tuple[Claim, tuple[str, int]], pd.Series | str] = {}
+    for at in ((claim, place) for claim in claims for place in (SMALL, LARGE)):
+        try:
+            if (row := _ours(*at)) is not None:
+                found[at] = row
+        except Diverged as error:
+            own[at] = str(error)
+    if found:
+        family = judged(pd.DataFrame(list(found.values())).reset_index(drop=True))
+        own |= dict(zip(found, (row for _, row in family.iterrows()), strict=True))
     return [_row(paper, claim, {place: own[claim, place] for place in (SMALL, LARGE) if (claim, place) in own})
             for claim in claims]  # fmt: skip
 
 
-def _row(paper: str, claim: Claim, ours: dict[tuple[str, int], pd.Series]) -> tuple[str, ...]:
+def _row(paper: str, claim: Claim, ours: dict[tuple[str, int], pd.Series | str]) -> tuple[str, ...]:
     is_ratio = quantity_row(claim.quantity).is_ratio
     digits, theirs = (2 if is_ratio else 3), _theirs(paper, claim)
     sign = "" if is_ratio else "+"
     said = ", ".join(f"{plain(value, digits, sign)} ({model})" for model, value in theirs.items())
     side = claim.says or _side(list(theirs.values())[-1], is_ratio)
-    cells = {place: written(row, digits, not is_ratio, True) + _remark(claim, place) for place, row in ours.items()}
+    cells = {
+        place: row if isinstance(row, str) else written(row, digits, not is_ratio, True) + _remark(claim, place)
+        for place, row in ours.items()
+    }
     agree = ", ".join(_agrees(row, side) for row in ours.values()) if side else "theirs is level"
     shown = (cells.get(place, "") for place in (SMALL, LARGE))
     return claim.words, claim.where, said or "no number", *shown, agree or "to come"
 
 
-def _agrees(row: pd.Series, side: int) -> str:
-    """Yes, no, or level; undecided if there are seeds enough for a verdict and it is none."""
+def _agrees(row: pd.Series | str, side: int) -> str:
+    """Yes, no, or level; undecided if there are seeds enough for a verdict and it is none; or that runs diverged."""
+    if isinstance(row, str):
+        return "diverged"
     if row["seeds"] >= SEEDS and row["verdict"] == UNDECIDED:
         return UNDECIDED
     ours = _side(row["estimate"], row["kind"] == "ratio")
@@ -114,12 +137,14 @@ def _side(value: float, is_ratio: bool) -> int:
 
 
 def _ours(claim: Claim, place: tuple[str, int]) -> pd.Series | None:
-    """Losses at each scheme's best rate, all else at one; None without such runs."""
+    """Losses at each scheme's best rate, all else at one; None without such runs. Raises `Diverged`."""
     folder, depth = place
     rate = claim.large if place == LARGE and claim.large else RATES[place]
     options: dict[str, Any] = {"depth": depth} | ({} if claim.quantity == "loss" else {"lr": rate})
     try:
         return estimate(picked(folder, options), claim.quantity, claim.a, claim.b)
+    except Diverged:
+        raise
     except (NormlabError, ValueError):
         return None
 

@@ -17,6 +17,7 @@ A table of one quantity has a row per scheme and a column per rate: means over s
 A difference has its interval from four seeds on, and is bold where it is different after Holm's correction over the
 table. A table of several has a row per scheme and rate. `:1` is the layer, `only=main,beam` the rows of these schemes,
 `main` being all that have this tag. A loss in italics is not below the trigram model.
+Where a run diverged a cell is "1 of 4 diverged", and QUANTITY is refused: a number would be of the other seeds.
 
     <!-- seeds: deep_cost @ grid depth=8 -->
 
@@ -46,7 +47,7 @@ import pandas as pd
 from tables import ROOT, plain, table
 
 import normlab
-from normlab.analysis.compare import compare
+from normlab.analysis.compare import WHERE, chosen_pair, pair_rows
 from normlab.analysis.quantities import quantity_row, values_of
 from normlab.analysis.selection import DIVERGED, at_rate, choose, has_learned, in_order, summarize, title_of
 from normlab.analysis.verdicts import DIFFERENT, SEEDS, UNDECIDED, bracketed, judged, means
@@ -130,17 +131,30 @@ def number(query: re.Match[str]) -> str:
     return written(row, int(forms.get("digits", 2)), is_change, "range" in forms)
 
 
+class Diverged(ValueError):
+    """A number is asked for of seeds of which some diverged: it would be one of the others alone."""
+
+    def __init__(self, scheme: str, count: int, of: int):
+        self.scheme, self.words = scheme, "diverged" if count == of else f"{count} of {of} diverged"
+        super().__init__(f"{title_of(scheme)}: {self.words}")
+
+    def in_row_of(self, scheme: str) -> str:
+        return self.words if scheme == self.scheme else str(self)
+
+
 def by_rate(runs: pd.DataFrame, quantity: str, b: str | None, digits: int) -> str:
     """A row per scheme, a column per learning rate: the scheme's mean, or what it is against scheme `b`."""
     rates = sorted((runs if b is None else runs[runs["scheme"] == b])["lr"].unique())
     about, cells = summarize(runs), dict[tuple[str, float], pd.Series]()
-    lost = about["status"].eq(DIVERGED).groupby([about["scheme"], about["lr"]]).all()
+    lost: dict[tuple[str, float], str] = {}
     for rate in rates:
         here = at_rate(runs, rate)
-        there = [scheme for scheme in in_order(here["scheme"]) if not lost[scheme, rate]]
-        for scheme in there:
-            if b is None or (scheme != b and b in there):
-                cells[scheme, rate] = estimate(here, quantity, scheme, b)
+        for scheme in in_order(here["scheme"]):
+            try:
+                if scheme != b:
+                    cells[scheme, rate] = estimate(here, quantity, scheme, b)
+            except Diverged as error:
+                lost[scheme, rate] = error.in_row_of(scheme)
     if b is not None and cells:
         family = judged(pd.DataFrame(list(cells.values())).reset_index(drop=True))
         cells = dict(zip(cells, (row for _, row in family.iterrows()), strict=True))
@@ -148,7 +162,7 @@ def by_rate(runs: pd.DataFrame, quantity: str, b: str | None, digits: int) -> st
 
     def cell(scheme: str, rate: float) -> str:
         if (scheme, rate) not in cells:
-            return "diverged" if lost.get((scheme, rate), False) else ""
+            return lost.get((scheme, rate), "")
         row = cells[scheme, rate]
         text = written(row, digits, b is not None and row["kind"] == "difference", b is not None)
         return f"**{text}**" if row["verdict"] == DIFFERENT else f"*{text}*" if (scheme, rate) in poor else text
@@ -160,9 +174,13 @@ def by_rate(runs: pd.DataFrame, quantity: str, b: str | None, digits: int) -> st
 
 def by_seed(runs: pd.DataFrame, quantity: str, digits: int) -> str:
     """A row per scheme with enough seeds, at its best rate, and a column per seed."""
-    values = values_of(choose(runs), quantity)
+    chosen = choose(runs)
+    values = values_of(chosen, quantity)
     values = values[values.groupby("scheme")["seed"].transform("nunique") >= SEEDS]
-    wide = values.pivot(index=["scheme", "lr"], columns="seed", values="value").map(lambda value: f"{value:.{digits}f}")
+    texts = values["value"].map(lambda value: f"{value:.{digits}f}", na_action="ignore")
+    diverged = values["run"].map(chosen.runs["status"]) == DIVERGED
+    values = values.assign(text=texts.astype(object).mask(diverged, "diverged"))
+    wide = values.pivot(index=["scheme", "lr"], columns="seed", values="text").fillna("")
     names = sorted(wide.index, key=lambda place: in_order(values["scheme"]).index(place[0]))
     lines = [(title_of(scheme), f"{rate:g}", *wide.loc[(scheme, rate)]) for scheme, rate in names]
     return table(("", "rate", *(f"seed {seed}" for seed in wide)), lines)
@@ -173,12 +191,18 @@ def side_by_side(runs: pd.DataFrame, quantities: list[str], digits: int) -> str:
     asked = [(name.partition(":")[0], _layer(name)) for name in quantities]
     heads = [" ".join([quantity_row(metric).label, *(f"after block {n}" for n in at.values())]) for metric, at in asked]
     lines = []
+
+    def cell(here: pd.DataFrame, scheme: str, metric: str, at: dict[str, int]) -> str:
+        try:
+            return written(estimate(here, metric, scheme, **at), digits, False, False)
+        except Diverged as error:
+            return error.words
+
     for scheme in in_order(runs["scheme"]):
         own = runs[runs["scheme"] == scheme]
         for rate in sorted(own["lr"].unique()):
             here = at_rate(own, rate)
-            rows = (estimate(here, metric, scheme, **where) for metric, where in asked)
-            lines.append((title_of(scheme), f"{rate:g}", *(written(row, digits, False, False) for row in rows)))
+            lines.append((title_of(scheme), f"{rate:g}", *(cell(here, scheme, metric, at) for metric, at in asked)))
     return table(("scheme", "rate", *heads), lines)
 
 
@@ -202,17 +226,32 @@ def estimate(runs: pd.DataFrame, quantity: str, a: str, b: str | None = None, **
     """One row of `compare`; without `b` one of `means`, whose estimate is of the values themselves.
 
     With too few seeds for a claim there is no interval, and the verdict is "undecided".
+
+    Raises:
+        Diverged: one of the runs.
     """
     if b is not None:
-        row = compare(runs, a, b, quantity, **where).iloc[0]
+        where = WHERE | where
+        pair = chosen_pair(runs, a, b, quantity, None, None, where)  # as `normlab.compare`
+        _require_finished(pair.runs)
+        row = judged(pair_rows(values_of(pair, quantity, **where), a, b, quantity)).iloc[0]
         if row["seeds"] < SEEDS:
             row[["low", "high", "p"]], row["verdict"] = np.nan, UNDECIDED
         return row
-    values = values_of(choose(runs, schemes=[a], same_rate=False), quantity, **where)
+    chosen = choose(runs, schemes=[a], same_rate=False)
+    _require_finished(chosen.runs[chosen.runs["scheme"] == a])
+    values = values_of(chosen, quantity, **where)
     values = values[values["scheme"] == a]
     if values["value"].isna().all():
         raise ValueError(f"{a} has no {quantity_row(quantity).label} here")
     return means(values, quantity).assign(verdict="").replace({np.inf: np.nan}).iloc[0]
+
+
+def _require_finished(about: pd.DataFrame) -> None:
+    for scheme in in_order(about["scheme"]):
+        statuses = about.loc[about["scheme"] == scheme, "status"]
+        if count := int(statuses.eq(DIVERGED).sum()):
+            raise Diverged(scheme, count, len(statuses))
 
 
 def _options(query: re.Match[str]) -> dict[str, str]:

@@ -8,17 +8,20 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from figures_helpers import table
 from shipped_runs import shipped_runs
 
 import normlab
 from normlab.analysis.quantities import values_of
 from normlab.analysis.selection import Selection, at_rate, choose, has_learned, summarize
 from normlab.release import shipped_models
+from normlab.schemes import tagged
 
 ROOT = Path(__file__).parents[1]
 MODULES = ("tables", "bench", "standings", "forms", "queries", "papers", "generate")
 pytestmark = pytest.mark.skipif(not (ROOT / "data").is_dir(), reason="the shipped runs are not in this checkout")
 AT = "@ grid depth=8 lr=0.004"
+NAMED = [*tagged("main"), "beam"]  # the schemes of data/grid that the findings speak of
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +151,49 @@ def test_a_run_that_diverged_is_a_word_in_a_table(code, monkeypatch):
         assert line.endswith("| diverged |") and line.count("|") == 5
 
 
+@pytest.fixture
+def one_lost(code, monkeypatch):
+    """Four seeds of two schemes, of which one of LNS diverged, in place of the shipped runs."""
+    runs = table(("pre_rmsnorm", "lns"), depths=(4,), seeds=(0, 1, 2, 3))
+    lost = runs["scheme"].eq("lns") & runs["seed"].eq(3)
+    runs = runs.assign(status=runs["status"].mask(lost, "diverged"), recipe="warmup=0.1")
+    for name in ("queries", "papers"):
+        monkeypatch.setattr(code[name], "picked", lambda folder, options: runs)
+    return runs
+
+
+def test_a_number_of_seeds_of_which_one_diverged_is_refused_and_a_cell_says_so(code, one_lost):
+    answer = code["queries"].answer
+    for asked, line in (
+        ("table: loss", "| LNS | 1 of 4 diverged |"),
+        ("table: growth", "| LNS | 1 of 4 diverged |"),
+        ("table: loss - pre_rmsnorm", "| LNS | 1 of 4 diverged |"),
+        ("table: loss - lns", "| Pre-LN | LNS: 1 of 4 diverged |"),
+        ("table: loss growth", "| LNS | 0.001 | 1 of 4 diverged | 1 of 4 diverged |"),
+        ("seeds: loss", "| LNS | 0.001 | 4.10 | 4.40 | 4.70 | diverged |"),
+    ):
+        assert answer(f"{asked} @ grid").splitlines()[-1] == line
+    for asked in ("loss: lns", "growth: lns", "loss: lns - pre_rmsnorm", "loss: pre_rmsnorm - lns"):
+        with pytest.raises(ValueError, match="LNS: 1 of 4 diverged"):
+            answer(f"{asked} @ grid")
+    assert answer("loss: pre_rmsnorm @ grid") == "4.45"
+    claims = code["papers"].CLAIMS["Curse of Depth"]
+    assert code["papers"]._rows("Curse of Depth", claims[:1])[0][-3:] == (
+        "LNS: 1 of 4 diverged",
+        "LNS: 1 of 4 diverged",
+        "diverged, diverged",
+    )
+
+
+def test_a_recipe_of_a_schemes_own_is_said_below_the_papers_table(code, one_lost, monkeypatch):
+    papers, claims = code["papers"], code["papers"].CLAIMS["Curse of Depth"]
+    assert not papers._unlike(claims)
+    own = one_lost.assign(recipe=np.where(one_lost["scheme"] == "lns", "warmup=0.3", "warmup=0.1"))
+    monkeypatch.setattr(papers, "picked", lambda folder, options: own)
+    first, second = papers._unlike(claims).strip().splitlines()
+    assert first == "- Runs of 8 blocks were trained unlike: warmup 0.1 and 0.3 (LNS)." and "24 blocks" in second
+
+
 def test_what_the_findings_say_without_a_number_holds():
     """The sentences on blocks, on sizes after block 1, on rates and on initial weights."""
     experiments = normlab.load_experiments(ROOT / "data" / "gpu")
@@ -163,6 +209,7 @@ def test_what_the_findings_say_without_a_number_holds():
         ends = sizes[sizes["step"] == sizes["step"].max()].pivot_table(index="run", columns="layer", values="value")
         assert (ends[1] / ends[depth]).min() > 0.33, "a third or more is there after block 1"
     all_runs = shipped_runs("grid")
+    all_runs = all_runs[all_runs["scheme"].isin(NAMED)]
     runs = all_runs[all_runs["depth"] == 8]
     about, about_all, chosen = summarize(runs), summarize(all_runs), choose(runs).runs
     best = chosen.groupby("scheme")["lr"].unique()
@@ -185,6 +232,7 @@ def test_what_the_findings_say_without_a_number_holds():
     uniform = uniform[uniform["value"] > 0].groupby("scheme")["value"].agg(["min", "max"])
     assert uniform.T.to_dict() == {"bhyt": {"min": 3, "max": 4}, "rmsnorm_gain": {"min": 1, "max": 3}}
     narrow, fit = (normlab.load_configs(ROOT / "data" / name) for name in ("initial_weights", "grid"))
+    fit = fit[fit["scheme"].isin(NAMED)]
     narrow = narrow[narrow["init_std"].isna()].set_index(["scheme", "lr"])["eval_loss"]
     lost = narrow - fit[(fit["seed"] == 0) & (fit["depth"] == 8)].set_index(["scheme", "lr"])["eval_loss"]
     deeper = fit[np.isclose(fit["lr"], 0.004) & (fit["seed"] == 0)]

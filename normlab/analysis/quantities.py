@@ -43,6 +43,17 @@ def quantity_row(name: str) -> Metric:
     return QUANTITIES.get(name) or metric_row(name)
 
 
+def mean_of(values: pd.Series, metric: str) -> float:
+    """The mean of a quantity's or a metric's values: geometric for positive sizes, NaN for none."""
+    numbers = values.to_numpy(float)
+    if not len(numbers):
+        return float("nan")
+    if not quantity_row(metric).is_ratio:
+        return float(numbers.mean())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.exp(np.log(numbers).mean()))
+
+
 def values_of(chosen: Selection, name: str, **where: Any) -> pd.DataFrame:
     """One row per run: `run scheme depth width seed lr dtype value`, of a quantity, or of a metric by `last_values`.
 

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from normlab.errors import NormlabError
-from normlab.probes.metrics import NGRAM_LOSSES, metric_row
+from normlab.probes.metrics import NGRAM_LOSSES
 from normlab.runs import (  # noqa: F401  (for figures)
     COLUMNS,
     DIVERGED,
@@ -230,17 +230,6 @@ def fully_tried(runs: pd.DataFrame) -> pd.DataFrame:
     if left:
         kept.attrs = runs.attrs | {LEFT_OUT: left}
     return kept
-
-
-def mean_of(values: pd.Series, metric: str) -> float:
-    """The mean of a metric's values: geometric for positive sizes, NaN for none."""
-    numbers = values.to_numpy(float)
-    if not len(numbers):
-        return float("nan")
-    if not metric_row(metric).is_ratio:
-        return float(numbers.mean())
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.exp(np.log(numbers).mean()))
 
 
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:

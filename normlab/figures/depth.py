@@ -11,14 +11,13 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from normlab.analysis.outcomes import BEYOND, DIVERGES, MARGIN, STALLS, TRAINS, UNKNOWN, outcomes
-from normlab.analysis.quantities import last_values
+from normlab.analysis.quantities import last_values, mean_of
 from normlab.analysis.selection import (
     DIVERGED,
     FINISHED,
     NOT_LEARNED,
     NothingToShow,
     Selection,
-    mean_of,
     require_one_length,
 )
 from normlab.analysis.verdicts import LEVEL, bracketed, differences, in_words, interval, judged
@@ -29,6 +28,7 @@ from normlab.figures.draw import (
     axis_bounds,
     interval_bars,
     label_ends,
+    label_trace,
     mark,
     note,
     selected,
@@ -129,10 +129,11 @@ def _depth_points(shown: Selection) -> pd.DataFrame:
 def _add_losses(
     figure: go.Figure, shown: Selection, points: pd.DataFrame, levels: dict[str, float], pixels: int
 ) -> None:
-    """Draw the left panel: one line per scheme, with a label where it reaches the deepest depth."""
+    """Draw the left panel: one line per scheme, with a label at its end, or beside its last dot if that is before."""
     lowest = [min(levels.values())] if levels else []
     bounds = axis_bounds([*points["mean"], *lowest], False) or (0.0, 1.0)
-    labels = []
+    labels: list[EndLabel] = []
+    inside: dict[int, list[EndLabel]] = {}  # by depth
     for name in shown.schemes:
         mine, style = points[points["scheme"] == name], theme.style_of(name)
         drawn, broken = mine[mine["mean"].notna()], mine[mine["diverged"]]
@@ -153,8 +154,15 @@ def _add_losses(
                      "<br>depth %{x}: %{text}", text=text, row=1, col=1, mode="markers", name=f"{name} diverged",
                      cliponaxis=False, marker=dict(symbol="x", size=9, color=style.color),
                      meta=dict(scheme=name, panel="loss", diverged=True))  # fmt: skip
-        deepest = drawn[drawn["depth"] == shown.depths[-1]]
-        labels += [EndLabel(float(value), style.title, style.color) for value in deepest["mean"]]
+        for row in drawn.tail(1).itertuples():
+            if row.depth == shown.depths[-1]:
+                labels.append(EndLabel(float(row.mean), style.title, style.color))
+            else:
+                name_of_dot = EndLabel(float(row.mean), f" {style.title}", style.color, float(row.depth))
+                inside.setdefault(int(row.depth), []).append(name_of_dot)
+    for ends in inside.values():
+        if names := label_trace(ends, bounds, pixels, False):
+            figure.add_trace(names, row=1, col=1)
     figure.update_yaxes(range=bounds, title_text=LOSS.axis, col=1)
     labels += mark_levels(figure, levels, bounds, columns=(1,))
     label_ends(figure, labels, bounds, pixels, False)

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.quantities import last_values
-from normlab.analysis.selection import DIVERGED, NothingToShow, Selection, mean_of
+from normlab.analysis.quantities import last_values, mean_of
+from normlab.analysis.selection import DIVERGED, NothingToShow, Selection
 from normlab.analysis.verdicts import DIFFERENT, SEEDS, bracketed, differences, judged
 from normlab.figures import theme
 from normlab.figures.draw import (
@@ -256,7 +256,8 @@ def _end(table: pd.DataFrame, pairs: Mapping[str, pd.Series], base: str, row: Me
         return f": {least_and_most(found['estimate'])} of {title}'s when trained"
     apart = int(judged(tested)["verdict"].eq(DIFFERENT).sum())
     differ = "differ" if apart > 1 else "differs"
-    return f": {apart or 'none'} of {len(tested)} schemes clearly {differ} from {title} when trained"
+    of = "schemes" if len(tested) == len(found) else "with four seeds"
+    return f": {apart or 'none'} of {len(tested)} {of} clearly {differ} from {title} when trained"
 
 
 def _tick(shown: Selection, name: str) -> str:

@@ -26,7 +26,10 @@ TITLES = {"perplexity": "perplexity"} | {
     name: f"{metric_row(name).label},<br>last layer" for name in QUANTITIES if name != "perplexity"
 }
 OURS = ("circle", "square", "diamond", "triangle-up", "triangle-down")
-THEIRS = ("x-thin-open", "cross-thin-open", "asterisk-open", "y-up-open", "hourglass-open", "bowtie-open", "star-open")
+THEIRS = (
+    "x-thin-open", "cross-thin-open", "asterisk-open", "y-up-open", "hourglass-open", "bowtie-open", "star-open",
+    "hash-open", "y-left-open",
+)  # fmt: skip
 BROKEN = {"perplexity": 3.0}  # a model so many times worse than the base did not train: marked, not drawn to scale
 _NO_VALUES = pd.DataFrame(columns=["paper", "where", "model", "metric", "scheme", "value", "relative_error"])
 _NO_POINTS = pd.DataFrame(columns=["paper", "where", "model", "scheme", "layer", "value"])

@@ -7,7 +7,7 @@ import math
 import pandas as pd
 import plotly.graph_objects as go
 
-from normlab.analysis.quantities import quantity_row, values_of
+from normlab.analysis.quantities import mean_of, quantity_row, values_of
 from normlab.analysis.selection import (
     DIVERGED,
     NOT_LEARNED,
@@ -17,7 +17,6 @@ from normlab.analysis.selection import (
     depths_of_most,
     has_learned,
     in_order,
-    mean_of,
     one_precision,
     require_one_length,
     require_one_text,
@@ -30,6 +29,8 @@ from normlab.figures.registry import register
 
 _HEIGHT = 480
 _MARGIN = dict(l=70, r=190, t=104, b=62)
+_LEGEND_ROW = 20  # pixels of a scheme
+_ASIDE = 0.016  # of the axis: from a triangle to the next
 
 
 @register("loss_by_rate", "N5", "held-out loss against learning rate")
@@ -37,9 +38,10 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     """Held-out loss after training against the learning rate, one line per scheme (N5).
 
     Lines go through means over seeds; dots are seeds. A scheme that was trained at one rate is a dot. The dotted line
-    is the trigram model's loss. A triangle at the upper edge is a run above what is shown, or one that diverged. A run
-    without a held-out loss is left out. Runs of unequal length, or measured on several texts, are not shown together.
-    What else they were trained unlike in is said under the title.
+    is the trigram model's loss. A triangle at the upper edge is of a scheme's runs at that rate that are above what is
+    shown, or diverged; of several schemes they stand side by side. A run without a held-out loss is left out. Runs of
+    unequal length, or measured on several texts, are not shown together. What else they were trained unlike in is said
+    under the title.
 
     Args:
         runs: the table of `normlab.load_runs`.
@@ -56,6 +58,7 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     if bounds is None:
         raise NothingToShow(f"No run of {depth} blocks ended with a finite loss.")
     figure, ends, rates = go.Figure(), [], sorted(about["lr"].unique())
+    reach = axis_bounds(rates, True, 0.05) or (0.0, 1.0)
     for name in in_order(about["scheme"]):
         rows, style = about[about["scheme"] == name].sort_values("lr"), theme.style_of(name)
         mean = rows.groupby("lr")["eval_loss"].mean()
@@ -65,18 +68,6 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
         dots = rows[rows["eval_loss"] <= bounds[1]]
         add_line(figure, name, dots["lr"].tolist(), dots["eval_loss"], hover, mode="markers", showlegend=False,
                  marker=dict(color=style.color, size=6))  # fmt: skip
-        for row in rows[rows["eval_loss"] > bounds[1]].itertuples():
-            loss = "diverged" if row.status == DIVERGED else f"{row.eval_loss:.2f}"
-            figure.add_scatter(
-                x=[row.lr],
-                y=[bounds[1]],
-                name=style.title,
-                mode="markers",
-                marker=mark(style.color, "triangle-up"),
-                showlegend=False,
-                cliponaxis=False,
-                hovertemplate=f"<b>{style.title}</b><br>rate %{{x:g}}: {loss}<extra></extra>",
-            )
         if tried[name] == 1 and rows["lr"].iloc[0] < rates[-1] and inside.notna().all():
             text = f"  {style.title} {inside.iloc[0]:.3f}"  # beside its dot, as no line leads to the edge
             figure.add_scatter(x=list(inside.index), y=list(inside), text=text, textposition="middle right",
@@ -88,7 +79,8 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     if math.isfinite(trigram):
         figure.add_hline(y=trigram, line=dict(color=theme.NEUTRAL, width=1.4, dash="dot"))
     label_ends(figure, ends, bounds, _HEIGHT - _MARGIN["t"] - _MARGIN["b"], False)
-    reach = axis_bounds(rates, True, 0.05)
+    above = about[about["eval_loss"] > bounds[1]]
+    _add_triangles(figure, above, bounds[1], _ASIDE * (reach[1] - reach[0]))
     figure.update_xaxes(title_text="learning rate", **value_axis(reach, True))
     figure.update_xaxes(tickvals=rates, ticktext=[f"{rate:g}" for rate in rates])
     figure.update_yaxes(title_text="held-out loss, nats per token", range=bounds)
@@ -97,12 +89,35 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     words = [f"{depth} blocks" + (f", {tokens:.1f}M tokens" if math.isfinite(tokens) else "")]
     words += [f"width {about['width'].iloc[0]}"] if runs["width"].nunique() > 1 else []
     words += [f"dotted: trigram {trigram:.2f}"] if math.isfinite(trigram) else []
-    beyond = "above it" if math.isfinite(trigram) else "diverged"
-    words += [f"triangles: {beyond}"] if (about["eval_loss"] > bounds[1]).any() else []
+    beyond = ["above it"] * bool((above["status"] != DIVERGED).any())
+    beyond += ["diverged"] * bool((above["status"] == DIVERGED).any())
+    words += [f"triangles: {' or '.join(beyond)}"] if beyond else []
     unknown = int(about["eval_loss"].isna().sum())
     words += [f"without {_counted(unknown)} that logged no held-out loss"] if unknown else []
     words += [Selection(runs, about).recipes()]
     return theme.titled(figure, "Held-out loss against learning rate", " · ".join(filter(None, words)), _HEIGHT)
+
+
+def _add_triangles(figure: go.Figure, above: pd.DataFrame, edge: float, aside: float) -> None:
+    """Draw a triangle at the upper edge for each scheme and rate of these runs, those of one rate side by side.
+
+    aside: from one to the next, in decades.
+    """
+    for rate, here in above.groupby("lr"):
+        names = in_order(here["scheme"])
+        for place, name in enumerate(names):
+            own, style = here[here["scheme"] == name], theme.style_of(name)
+            losses = ("diverged" if row.status == DIVERGED else f"{row.eval_loss:.2f}" for row in own.itertuples())
+            figure.add_scatter(
+                x=[rate * 10 ** (aside * (place - (len(names) - 1) / 2))],
+                y=[edge],
+                name=style.title,
+                mode="markers",
+                marker=mark(style.color, "triangle-up"),
+                showlegend=False,
+                cliponaxis=False,
+                hovertemplate=f"<b>{style.title}</b><br>rate {rate:g}: {', '.join(losses)}<extra></extra>",
+            )
 
 
 @register("growth_by_rate", "N5", "growth of the stream against learning rate")
@@ -140,13 +155,14 @@ def quantity_by_rate(runs: pd.DataFrame, quantity: str = "growth", depth: int | 
     figure.update_xaxes(tickvals=rates, ticktext=[f"{rate:g}" for rate in rates])
     bounds = axis_bounds(values["value"], row.log, 0.08)
     figure.update_yaxes(title_text=row.axis, **value_axis(bounds, row.log))
-    figure.update_layout(margin=dict(l=70, r=30, t=104, b=62))
+    figure.update_layout(margin=_MARGIN | dict(r=30), legend=dict(tracegroupgap=0))
     seeds = seeds_in_words(values.groupby(["scheme", "lr"])["seed"].nunique())
     words = [f"{depth} blocks", f"width {about['width'].iloc[0]}", seeds, row.definition]
     diverged = int((about["status"] == DIVERGED).sum())
     words += [f"without {_counted(diverged)} that diverged"] if diverged else []
     about_runs = " · ".join(filter(None, [*words, shown.recipes()]))
-    return theme.titled(figure, f"{label[0].upper()}{label[1:]} against learning rate", about_runs, _HEIGHT)
+    height = max(_HEIGHT, _MARGIN["t"] + _MARGIN["b"] + _LEGEND_ROW * (values["scheme"].nunique() + 1))
+    return theme.titled(figure, f"{label[0].upper()}{label[1:]} against learning rate", about_runs, height)
 
 
 def _counted(runs: int) -> str:

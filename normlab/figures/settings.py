@@ -9,13 +9,13 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from normlab.analysis.quantities import quantity_row
 from normlab.analysis.selection import NothingToShow
 from normlab.analysis.theory import chebyshev_bound
 from normlab.analysis.verdicts import DIFFERENT, bracketed, in_words, interval_in_words
 from normlab.figures import theme
 from normlab.figures.draw import LEGEND_ABOVE, add_line, axis_bounds, beside, interval_bars, mark, value_axis
 from normlab.figures.registry import drawing
-from normlab.probes.metrics import metric_row
 from normlab.schemes import tagged
 
 BOUNDED = tagged("bound")[0]
@@ -36,7 +36,7 @@ def variant_differences(table: pd.DataFrame) -> go.Figure:
     if table.empty:
         raise NothingToShow("No variant to compare.")
     a, b = (theme.style_of(table[side].iloc[0]) for side in ("a", "b"))
-    metric = metric_row(str(table["metric"].iloc[0]))
+    metric = quantity_row(str(table["metric"].iloc[0]))
     is_ratio = table["kind"].iloc[0] == "ratio"
     neutral = 1.0 if is_ratio else 0.0
     heads, names = table["group"], table["condition"]

@@ -25,6 +25,7 @@ from normlab.analysis.selection import (
     has_learned,
     in_order,
     one_precision,
+    recipes_in_words,
     seeds_in_words,
     summarize,
     title_of,
@@ -231,15 +232,18 @@ def standings(
         depth, at: as for `contenders`.
 
     Returns:
-        `contenders` with columns `title dtype step step_low step_high claim marin marin_change`. `dtype`: of the
-        scheme's training steps. `claim`: what papers say, with source. `marin`: what marin found; `marin_change`: its
+        `contenders` with columns `title dtype unlike step step_low step_high claim marin marin_change`. `dtype`: of the
+        scheme's training steps. `unlike`: in words, what the table's runs were trained unlike in; empty if they were
+        trained alike. `claim`: what papers say, with source. `marin`: what marin found; `marin_change`: its
         loss minus that of its own baseline in its smallest model.
     """
     table = contenders(runs, depth, at).merge(steps, on="scheme", how="left")
     table.insert(1, "title", [title_of(name) for name in table["scheme"]])
     table.loc[table["scheme"] == BASELINE, ["step", "step_low", "step_high"]] = 1.0
     about = summarize(runs)
-    dtypes = about[about["depth"] == table["depth"].iloc[0]].groupby("scheme")["dtype"].unique()
+    about = about[about["depth"] == table["depth"].iloc[0]]
+    dtypes = about.groupby("scheme")["dtype"].unique()
+    table["unlike"] = recipes_in_words(about)
     table["dtype"] = [" and ".join(sorted(dtypes[name])) for name in table["scheme"]]
     said = claims(published)
     table["claim"] = [said.get(name, "") for name in table["scheme"]]
@@ -408,7 +412,8 @@ def _number(value: float, sign: str = "", digits: int = 2) -> str:
 
 
 def remarks(table: pd.DataFrame) -> list[str]:
-    """What must be said of the table, in sentences: seeds, rates at an edge, what has not learned, precision, marin."""
+    """What must be said of the table, in sentences: seeds, rates at an edge, what has not learned, precision, recipes,
+    marin."""
     seeds = "one seed each" if table["seeds"].max() == 1 else seeds_in_words(table["seeds"])
     rates = table.filter(regex=f"^{LOSS_AT}").notna().sum(axis=1)
     best = [f" ({rate:g})" for rate in table["best"]]
@@ -434,6 +439,7 @@ def remarks(table: pd.DataFrame) -> list[str]:
     ):
         titles = (table["title"] + more)[which]  # some have a comma
         found += [f"{words}: {'; '.join(titles)}."] if len(titles) else []
+    found += [f"{words[0].upper()}{words[1:]}." for words in table["unlike"].unique() if words]
     return [*found, agreement(table)]
 
 

@@ -107,4 +107,4 @@ def _about(table: pd.DataFrame, shown: list[str]) -> str:
         words += ["no intervals, so no rank"] if table["low"].isna().all() else []
     else:
         words += [f"all at rate {table['at'].iloc[0]:g}", "dotted: Pre-LN"]
-    return " · ".join(words)
+    return " · ".join([*words, *filter(None, table["unlike"].unique())])

@@ -7,7 +7,7 @@ from figures_helpers import table
 from scipy import stats
 
 from normlab.analysis.compare import compare
-from normlab.analysis.selection import mean_of
+from normlab.analysis.quantities import mean_of
 from normlab.analysis.verdicts import (
     DIFFERENT,
     EQUIVALENT,

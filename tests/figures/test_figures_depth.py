@@ -98,6 +98,8 @@ def test_lines_that_reach_the_deepest_depth_have_a_label_and_all_schemes_a_row()
     figure = depth_scaling(runs[(runs["scheme"] != "bhyt") | (runs["depth"] == 2)])
     labels = [note.text for note in figure.layout.annotations if note.xref == "x domain"]
     assert "LNS" in labels and "BHyT" not in labels
+    (beside,) = [trace for trace in figure.data if trace.mode == "text"]  # its last dot
+    assert list(beside.text) == ["  BHyT"] and list(beside.x) == [2]
     assert [text.split(">")[1].split("<")[0] for text in figure.layout.yaxis2.ticktext][:2] == ["LNS", "BHyT"]
 
 

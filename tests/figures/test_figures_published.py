@@ -10,7 +10,7 @@ from figures_helpers import table, text_of
 from normlab.analysis.published import COLUMNS, load_published, ratios_to
 from normlab.errors import NormlabError
 from normlab.figures.growth import growth_before_after
-from normlab.figures.published import published_ratios
+from normlab.figures.published import BASE, _shapes, published_ratios
 from normlab.schemes import SCHEMES
 
 
@@ -169,6 +169,11 @@ def test_marks_that_are_near_in_value_stand_one_below_the_other():
     for axis in ("x", "x2", "x3"):
         heights = sorted(trace.y[0] for trace in figure.data if trace.xaxis == axis and trace.meta)
         assert min(np.diff(heights)) * pixels >= 12  # a mark is nine high
+
+
+def test_no_two_sources_have_one_mark():
+    shapes = _shapes(ratios_to(BASE, table(("pre_rmsnorm", "lns")), load_published()))
+    assert len(set(shapes.values())) == len(shapes) > 9
 
 
 def test_one_scheme_alone_has_nothing_to_be_set_against():

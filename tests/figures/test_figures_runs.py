@@ -252,6 +252,29 @@ def test_a_quantity_is_drawn_at_every_rate_of_every_scheme():
     assert "attention_entropy was not measured in the runs of 4 blocks" in nothing
 
 
+def test_a_figure_grows_by_the_schemes_of_its_legend():
+    few, many = (
+        quantity_by_rate(pd.concat([one_run(name) for name in list(SCHEMES)[:count]], ignore_index=True))
+        for count in (3, 30)
+    )
+    room = many.layout.height - many.layout.margin.t - many.layout.margin.b
+    assert few.layout.height == 480 and room / 30 >= 20 and many.layout.legend.tracegroupgap == 0
+
+
+def test_the_title_says_that_the_schemes_that_it_counts_have_four_seeds():
+    runs = pd.concat([table(("pre_rmsnorm", "lns"), (4,), (0, 1, 2, 3)), one_run("bhyt"), one_run("dyt")])
+    title = growth_before_after(runs).layout.title.text.replace("<br>", " ")
+    assert title.endswith(": 1 of 1 with four seeds clearly differs from Pre-LN when trained")
+
+
+def test_a_line_of_growth_by_rate_goes_through_geometric_means():
+    runs, first = two_rates(), activation("lns", 4, 20) / activation("lns", 1, 20)
+    times = runs["seed"].map({0: 1.0, 1: 10.0, 2: 100.0}).where(runs["layer"].eq(4).fillna(False), 1.0)
+    line, dots = lines(quantity_by_rate(runs.assign(value=runs["value"] * times)), scheme="lns")
+    assert sorted(dots.y[:3]) == pytest.approx([first, 10 * first, 100 * first])
+    assert list(line.y) == pytest.approx([10 * first] * 2), "no arithmetic mean, which is 37"
+
+
 def test_a_scheme_has_one_look_in_all_figures():
     looks: dict[str, set[tuple[str, str]]] = {}
     for figure in (loss_curves(table()), depth_scaling(table())):

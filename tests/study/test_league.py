@@ -18,7 +18,7 @@ from normlab.figures import loss_by_rate
 from normlab.runs import EXPERIMENT_COLUMNS
 from normlab.schemes import SCHEMES, tagged
 from normlab.store import EXPERIMENTS
-from normlab.study import league
+from normlab.study import league, league_figures
 from normlab.study.league import by_rate, contenders
 from normlab.training.config import TrainConfig
 
@@ -122,6 +122,17 @@ def test_the_figure_has_a_line_per_scheme_and_triangles_for_what_has_not_learned
     assert "was trained at several learning rates" in str(empty.layout.annotations)
 
 
+def test_runs_above_the_edge_at_one_rate_have_a_triangle_per_scheme_side_by_side(runs):
+    lost = runs["scheme"].isin(["lns", "pre_rmsnorm"]) & (runs["lr"] == 4e-3)
+    figure = loss_by_rate(runs.assign(status=runs["status"].mask(lost, "diverged")))
+    triangles = [t for t in figure.data if t.marker.symbol == "triangle-up" and "rate 0.004" in t.hovertemplate]
+    assert [trace.name for trace in triangles] == ["Pre-LN", "LNS", "DyT"], "not one per run"
+    places = [trace.x[0] for trace in triangles]
+    assert places[0] < places[1] < places[2] and places == pytest.approx([4e-3] * 3, rel=0.1)
+    assert "triangles: above it or diverged" in figure.layout.title.subtitle.text
+    assert "triangles: above it ·" in loss_by_rate(runs).layout.title.subtitle.text + " ·"
+
+
 def test_runs_that_all_diverged_have_a_figure_that_says_so():
     runs = pd.concat([one_run("lns", 8, 0, lr, status="diverged") for lr in (1e-3, 2e-3)], ignore_index=True)
     runs = runs[runs["metric"] != "unigram_entropy"]
@@ -193,6 +204,16 @@ def test_what_must_be_said_of_a_table_is_said(runs, table):
     assert "Tried at one rate alone: Pre-LN; LNS; DyT." in league.remarks(alone)
     odd = " ".join(league.remarks(table.assign(dtype=["bfloat16", "bfloat16", "float32"])))
     assert f"up to 0.04: {table['title'].iloc[-1]} (float32)." in odd and "another precision" not in said
+
+
+def test_a_warm_up_of_a_schemes_own_is_said_of_the_table_and_under_its_figures(runs, table):
+    assert not any("unlike" in sentence for sentence in league.remarks(table))
+    own = runs.assign(recipe=np.where(runs["scheme"] == "dyt", "warmup=0.3", "warmup=0.1"))
+    made = league.standings(own, load_published(), league.step_times().iloc[:0])
+    assert "Trained unlike: warmup 0.1 and 0.3 (DyT)." in league.remarks(made)
+    for name in ("league_losses", "league_depth"):
+        said = league_figures.FIGURES[name](made).layout.title.subtitle.text
+        assert "trained unlike: warmup 0.1 and 0.3 (DyT)" in said
 
 
 def test_runs_without_a_trigrams_loss_are_not_said_to_be_above_it(runs):

@@ -19,7 +19,7 @@ def table() -> pd.DataFrame:
     table = pd.DataFrame({"scheme": NAMES, "title": [SCHEMES[name].title for name in NAMES]})
     table["loss"], table["learned"] = [3.05, 3.06, 3.1, 6.5, INF], [True, True, True, False, False]
     table["growth"], table["deep_cost"] = [2.5, 2.3, 2.6, 3.0, NAN], [0.15, 0.14, 0.31, 0.01, NAN]
-    return table.assign(step=[1.0, 1.0, 1.05, 1.02, NAN], depth=8, seeds=1, at=4e-3, low=NAN, high=NAN)
+    return table.assign(step=[1.0, 1.0, 1.05, 1.02, NAN], depth=8, unlike="", seeds=1, at=4e-3, low=NAN, high=NAN)
 
 
 def drawn(figure: go.Figure, column: str) -> dict[str, tuple[float, str]]:
