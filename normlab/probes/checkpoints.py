@@ -25,9 +25,13 @@ def in_backward() -> bool:
 
 
 def is_packed() -> bool:
-    """True where hooks take what is saved for the backward pass, as in a checkpoint that is not reentrant."""
+    """True where a checkpoint that is not reentrant takes what is saved for the backward pass.
+
+    Other hooks take it too, such as those of `save_on_cpu`. They repeat nothing.
+    """
     if _TOP_HOOKS is not None:
-        return _TOP_HOOKS(False) is not None
+        hooks = _TOP_HOOKS(False)
+        return hooks is not None and "checkpoint" in str(getattr(hooks[0], "__module__", ""))
     frame: Any = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
         frame = frame.f_back

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
@@ -185,7 +185,9 @@ BESIDE = (
     "the sum is averaged over>"
 )
 ROWS = 32  # positions at which logits are compared
-APART, APART_IN_HALF = 1e-3, 0.05  # largest distance of a gradient from that of a label, which is about 1 long
+# Largest distance of a gradient from that of a label, which is about 1 long. A float32 loss may keep it in bfloat16,
+# whose rounding is up to 0.003.
+APART, APART_IN_HALF = 5e-3, 0.05
 TIMES_ZERO = "the returned loss was multiplied by 0 before it was differentiated"
 
 
@@ -210,41 +212,40 @@ def watch_loss(loss: Tensor | None, calls: Sequence[Call]) -> None:
         loss.register_hook(note)
 
 
-class LogitsHook:
-    """Keeps what arrives at a few positions of the logits, to tell whether the returned loss alone was differentiated.
+class LogitsSample:
+    """What arrives at a few positions of the logits, to tell whether the returned loss alone was differentiated.
 
     That loss averages over N labels y, so at each position arrives, times N and over what arrives at the loss,
-    softmax(logits) - onehot(y), or 0. It is 0 everywhere if the loss is not made of these logits but of others.
+    softmax(logits) - onehot(y), or 0. It is 0 everywhere if the loss is not made of these logits but of others, as
+    where a copy is returned. Then a term is not told that is such a loss again, of the copy and of the same size.
     """
 
     def __init__(self, logits: Tensor, loss: Tensor) -> None:
         count = logits.shape[:-1].numel()
         at = torch.linspace(0, count - 1, min(ROWS, count), device=logits.device).long().unique()
         self._at = torch.unravel_index(at, logits.shape[:-1])
-        self._softmax = logits.detach()[self._at].float().softmax(-1) if _leads_to(loss, logits) else None
+        self._softmax = logits.detach()[self._at].float().softmax(-1)
         is_half = logits.dtype in HALF or any(bool(loss == loss.to(kind)) for kind in HALF)
         self._apart = APART_IN_HALF if is_half else APART
         self._least = torch.finfo(logits.dtype).smallest_normal * logits.shape[-1] ** 0.5  # that is not lost
-        self._arrived: dict[int, Tensor] = {}  # in each backward pass
+        self._sum: Tensor | None = None  # of whole passes
 
-    def __call__(self, gradient: Tensor) -> None:
-        with suppress(Exception):  # the backward pass goes on
-            self._arrived[torch._C._current_graph_task_id()] = gradient.detach()[self._at].float()
+    def add(self, gradient: Tensor) -> None:
+        """Add what a whole pass brings."""
+        rows = gradient.detach()[self._at].float()
+        self._sum = rows if self._sum is None else self._sum + rows
 
     def has_more(self, call: Call) -> bool:
         """True if more arrived than comes from the returned loss. False also where it cannot be told."""
-        whole = [x for task, x in self._arrived.items() if call.passes.get(task, Pass.WHOLE) is Pass.WHOLE]
-        if not whole or not call.loss_gradient or call.loss_tokens is None:
+        if self._sum is None or not call.loss_gradient or call.loss_tokens is None:
             return False
         scale = call.loss_gradient / float(call.loss_tokens)
-        gradient = torch.stack(whole).sum(0) / scale
+        gradient = self._sum / scale
         if not bool(gradient.isfinite().all()):
             return False
-        distance = gradient.norm(dim=-1)
-        if self._softmax is not None:
-            rest = self._softmax - gradient
-            rest -= nn.functional.one_hot(rest.argmax(-1), rest.shape[-1])
-            distance = torch.minimum(distance, rest.norm(dim=-1))
+        rest = self._softmax - gradient
+        rest.scatter_add_(-1, rest.argmax(-1, keepdim=True), rest.new_full((len(rest), 1), -1.0))
+        distance = torch.minimum(gradient.norm(dim=-1), rest.norm(dim=-1))
         return bool(distance.max() > self._apart + self._least / abs(scale))
 
 
@@ -255,23 +256,17 @@ def watch_logits(logits: Tensor | None, loss: Tensor | None, calls: Sequence[Cal
     if not logits.numel() or isinstance(logits, DTensor):  # of which each rank has a part
         return
     with torch.no_grad():
-        hook = LogitsHook(logits, loss)
-    logits.register_hook(hook)
+        sample = LogitsSample(logits, loss)
+
+    def note(gradient: Tensor) -> None:
+        with suppress(Exception):  # the backward pass goes on
+            is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
+            if {_pass_of(call, is_retained) for call in calls} == {Pass.WHOLE}:
+                sample.add(gradient)
+
+    logits.register_hook(note)
     for call in calls:
-        call.logits = hook
-
-
-def _leads_to(loss: Tensor, x: Tensor) -> bool:
-    """True if a loss is made of `x`."""
-    wanted, seen, ahead = edge_of(x), set(), [edge_of(loss)]
-    while ahead:
-        edge = ahead.pop()
-        if edge == wanted:
-            return True
-        if edge[0] is not None and edge not in seen:
-            seen.add(edge)
-            ahead += edge[0].next_functions
-    return False
+        call.logits = sample
 
 
 def _factor(call: Call, of: Pass) -> Any:

@@ -333,7 +333,8 @@ def _rms(weight: Tensor) -> float:
     """The root mean square of a weight's numbers, of which a complex one is two."""
     numbers = real_numbers(weight)
     numbers = numbers.float() if numbers.itemsize == 1 else numbers  # of float8 PyTorch has no norm
-    norm = torch.linalg.vector_norm(numbers, dtype=torch.float32)
+    dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32  # PyTorch does not narrow
+    norm = torch.linalg.vector_norm(numbers, dtype=dtype)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
     return norm.item() / numbers.numel() ** 0.5
 

@@ -812,7 +812,7 @@ class Recorder:
         """Give the reason where blocks have run and have no gradient, and note calls that no backward pass reached."""
         self.absent.pop(IDLE, None)
         if self._awaited and self._reached:
-            words = "that of a batch that is skipped, or of an evaluation with gradients, counts as one of training"
+            words = "one that is skipped, is detached or is an evaluation with gradients counts as one of training"
             self.absent[IDLE] = f"{self._awaited} of {self._awaited + self._reached} had none: {words}"
         if GRADIENTS in self.absent:
             return
@@ -843,7 +843,7 @@ class Recorder:
                 self._accumulator.add(call, call.staged)
                 if self._has_gradients and call.layer and call.loss_tokens is not None:
                     self._loss_labels = self._loss_labels + call.loss_tokens
-                    call.is_awaited = bool(call.watched)
+                    call.is_awaited = bool(call.watched) and not call.is_reached
                     self._awaited += call.is_awaited
                 self._layers_run |= {run.layer for runs in call.runs.values() for run in runs}
                 self.absent |= call.absent

@@ -107,6 +107,19 @@ def test_a_checkpoint_on_a_frozen_input_trains_as_without_the_recording(tells, m
     assert absent["block_in_grad 1"] == NO_START and absent["attn_norm_in_grad 1"] == NO_GRADIENT
 
 
+@pytest.mark.parametrize("tells", ["hooks", "frames"])
+def test_saved_tensors_on_the_cpu_are_no_checkpoint(tells, monkeypatch):
+    if tells == "frames":
+        monkeypatch.setattr(checkpoints, "_TOP_HOOKS", None)
+    x, tables = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)), []
+    for saves in (nullcontext, torch.autograd.graph.save_on_cpu):
+        with record(Blocks(False), GRADIENTS, loss_tokens=1) as rec, saves():
+            rec.sites.model(x).square().sum().backward()
+        tables.append(values(rec.stats()))
+        assert rec.absent.keys() == {"mask no_first"}
+    assert tables[1] == near(tables[0]) and ("block_in_grad", 1) in {place[:2] for place in tables[1]}
+
+
 class HalfTrained(nn.Module):
     """The first block runs without gradients."""
 
@@ -259,6 +272,20 @@ def test_what_the_returned_loss_is_multiplied_by_is_undone(batch, way):
     assert values(rec.stats()) == near(plain, 100) and not rec.absent
 
 
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("read", ["head", "logits"])
+def test_a_look_that_ends_above_the_blocks_is_no_term_beside_the_loss(batch, read, times):
+    model = tiny_llama()
+    plain = trained_step(model, batch, GRADIENTS)
+    with record(model, GRADIENTS) as rec:
+        out = model(**batch)
+        look = out.logits.logsumexp(-1).square().mean()
+        for last in range(times)[::-1]:
+            torch.autograd.grad(look, model.lm_head.weight if read == "head" else out.logits, retain_graph=True)
+            (out.loss / 4).backward(retain_graph=bool(last))
+    assert values(rec.stats()) == near(plain, 100) and not rec.absent
+
+
 def test_a_loss_times_zero_has_no_gradients_and_the_reason(batch):
     model = tiny_llama()
     plain = trained_step(model, batch, GRADIENTS)
@@ -348,6 +375,33 @@ class Float64(nn.Module):
         return out
 
 
+class Fused(torch.autograd.Function):
+    """A cross-entropy that keeps its gradient in bfloat16."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        counted = labels != -100
+        wanted = nn.functional.one_hot(labels.clamp(min=0), logits.shape[-1])
+        ctx.save_for_backward(((logits.softmax(-1) - wanted) * counted[:, None] / counted.sum()).bfloat16())
+        return nn.functional.cross_entropy(logits, labels)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0].float() * gradient, None
+
+
+class FusedLoss(nn.Module):
+    """Returns the loss of `Fused`."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, labels, **batch):
+        logits = self.model(**batch).logits
+        return {"loss": Fused.apply(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
 @pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize("way", BESIDE_IT)
 def test_gradients_of_the_returned_loss_and_a_term_of_its_logits_are_left_out(batch, way, is_copied):
@@ -360,7 +414,9 @@ def test_gradients_of_the_returned_loss_and_a_term_of_its_logits_are_left_out(ba
 
 
 @pytest.mark.parametrize("logits", ["as they are", "large", "small"])
-@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast", "frozen", "checkpointed", "a copy is returned"])
+@pytest.mark.parametrize(
+    "how", ["float32", "bfloat16", "autocast", "frozen", "checkpointed", "a copy is returned", "fused"]
+)
 def test_the_returned_loss_alone_is_not_taken_for_one_with_a_term_beside_it(batch, how, logits):
     model = tiny_llama().train()
     with torch.no_grad():
@@ -368,13 +424,13 @@ def test_the_returned_loss_alone_is_not_taken_for_one_with_a_term_beside_it(batc
     if how == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model = model.bfloat16() if how == "bfloat16" else model.requires_grad_(how != "frozen")
-    model = Float64(model) if how == "a copy is returned" else model
+    model = {"a copy is returned": Float64, "fused": FusedLoss}.get(how, lambda model: model)(model)
     with record(model, GRADIENTS, loss_tokens=None) as rec:
         for part in (batch, {name: value[:1] for name, value in batch.items()}):
             rec.sites.model.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
                 out = model(**part)
-            (out.loss / 4 + 0.0 * out.logits.sum()).backward()
+            (out["loss"] / 4 + 0.0 * out["logits"].sum()).backward()
     assert "gradients" not in rec.stats().manifest["absent"]
 
 
