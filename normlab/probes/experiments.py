@@ -101,6 +101,10 @@ def table_of(rows: Iterable[dict[str, Any]], mean: Tensor, error: Tensor) -> pan
 # -- running a model -------------------------------------------------------------------------------------------------
 
 
+class _Made(Exception):
+    """The decoder has been handed what the model made of labels."""
+
+
 class Runner:
     """A model and the batches to run it on: on its device, without cache, behind a progress bar."""
 
@@ -145,7 +149,9 @@ class Runner:
             raise NormlabError("there is no batch to run: give at least one dict of the model's arguments")
 
     def _made_of_labels(self, batch: Batch) -> Batch:
-        """The decoder's tokens that a model makes of labels as it runs, as Whisper and M2M100 do; none if it need not.
+        """The decoder's tokens, and their mask, that a model makes of labels as it runs; none if it need not.
+
+        Whisper and M2M100 make tokens, Pix2Struct a mask too. The pass ends where they are seen.
 
         Raises `NormlabError` where no module inside is handed them.
         """
@@ -156,21 +162,26 @@ class Runner:
         is_text = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
         if self._coder is None or not needs or not is_text or hasattr(self._coder, _MAKES_TOKENS):
             return {}
-        made: list[Tensor] = []
+        made: Batch = {}
 
         def see(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             handed = call_arguments(module, args, kwargs)[0]
-            for ids in (handed.get("decoder_input_ids"), handed.get("input_ids")):
+            for prefix in ("decoder_", ""):
+                ids, mask = (handed.get(f"{prefix}{name}") for name in ("input_ids", "attention_mask"))
                 if isinstance(ids, Tensor) and ids.shape == labels.shape:
                     follow = (ids[:, 1:] == labels[:, :-1]) | (labels[:, :-1] < 0)
-                    made.extend([ids] if bool(follow.all()) else [])
+                    if bool(follow.all()):
+                        made.update(decoder_input_ids=ids, decoder_attention_mask=mask)
+                        raise _Made
 
         inside = [(module, see) for module in self._coder.modules() if module is not self._coder]
-        with torch.no_grad(), hooked(before=inside, must_run=False):
+        with suppress(_Made), torch.no_grad(), hooked(before=inside, must_run=False):
             called(self.model, {self._renamed.get(k, k): v for k, v in batch.items()} | self._options)
         if not made:
             raise NormlabError("the tokens that the model makes of labels are not seen: give decoder_input_ids")
-        return {"decoder_input_ids": made[0]}
+        if made["decoder_attention_mask"] is None or not self._accepted - given >= {"decoder_attention_mask"}:
+            del made["decoder_attention_mask"]
+        return made
 
     def _find_names(self, batch: Batch) -> None:
         """Find out which of a batch's tensors are the tokens and their mask, by the names that inner modules have, and

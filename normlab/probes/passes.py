@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from normlab.errors import NormlabError
 from normlab.probes.hooks import EXPERIMENTS, uncompiled
 from normlab.probes.layout import (
+    find_output,
     hidden_state,
     is_activation,
     others,
@@ -257,7 +258,7 @@ class Stream:
     tensors of one shape.
 
     A model may add the residual itself, x + block(x). That is told by what block 2 reads in the first pass; of a single
-    block by what the norm after it reads, else by whether it adds up. Skipping a block then makes it return zero.
+    block by what the modules after it read, else by whether it adds up. Skipping a block then makes it return zero.
 
     Attributes:
         settles: where the residual is added is being found out; the pass may be begun again once block 2 is reached.
@@ -304,17 +305,18 @@ class Stream:
                 self.settles = False
 
     def _is_added_after(self, run: Callable[[], Any]) -> bool:
-        """True if the model adds what the only block returns to what it has read, by what comes after the block."""
-        recorder = self._recorded(run)
-        call = recorder.latest
-        if call is not None and (call.is_added_to or call.final):
-            return call.is_added_to
-        if not self._adds_up(recorder):
-            raise NormlabError(
-                "there is one block, which is not its input plus what its branches add, and no norm after it reads its "
-                "output or both added: where the residual is added cannot be told"
-            )
-        return False
+        """True if the model adds what the only block returns to what it has read."""
+        after = _After(self)
+        with torch.no_grad(), after.watching():
+            run()
+        if after.is_added is not None:
+            return after.is_added
+        if after.is_of_other_shape or self._adds_up(self._recorded(run)):
+            return False
+        raise NormlabError(
+            "there is one block, which is not its input plus what its branches add, and nothing after it shows that it "
+            "reads its output or both added: where the residual is added cannot be told"
+        )
 
     def _adds_up(self, recorder: Recorder) -> bool:
         """True if block 1 was found to be its input and what its branches add."""
@@ -327,14 +329,10 @@ class Stream:
 
     def settle(self, read: Tensor, returned: Tensor, x: Tensor) -> None:
         """Compare what block 2 reads, `x`, with what block 1 has read and returned; ends the pass if they differ."""
-        if same_tensor(x, returned) or not x.shape == read.shape == returned.shape:
-            return
-        rows = Rows(returned)
-        rows.note_rounding(x)
-        before, found = (rows.of(one.to(returned.device)) for one in (read, x))
-        if before is None or not bool(rows.first.isfinite().all()) or rows.same(found, rows.first):
-            return
-        raise _Outside if rows.same(found, before + rows.first) else _Between
+        if not same_tensor(x, returned) and x.shape == read.shape == returned.shape:
+            difference = _difference(read, returned, x)
+            if difference is not None:
+                raise difference
 
     def before(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """The stream that a block reads."""
@@ -433,6 +431,90 @@ class Stream:
     @staticmethod
     def _sum(parts: Sequence[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _difference(read: Tensor, returned: Tensor, x: Tensor) -> type[_Outside | _Between] | None:
+    """What a tensor `x` of the shape of both is if it is not what a block has returned; None if it is."""
+    rows = Rows(returned)
+    rows.note_rounding(x)
+    before, found = (rows.of(one.to(returned.device)) for one in (read, x))
+    if before is None or not bool(rows.first.isfinite().all()) or rows.same(found, rows.first):
+        return None
+    return _Outside if rows.same(found, before + rows.first) else _Between
+
+
+class _After:
+    """What modules read after the only block of a stream has run.
+
+    A module that returns what it reads, such as a dropout, does not show that the block's output is the stream. Nor
+    does one whose own output is then added to what the block has read.
+    """
+
+    def __init__(self, stream: Stream):
+        self._stream = stream
+        self._block = stream.sites.blocks[0].module
+        self._read: Tensor | None = None  # by the block; these are copies, which may be written into later
+        self._returned: Tensor | None = None
+        self._made: list[Tensor] = []  # what modules have made of what the block returned
+        self._readers: set[nn.Module] = set()  # that are given what the block returned
+        self._is_sum_read = self._is_output_read = self._is_made_added = False
+
+    @property
+    def is_added(self) -> bool | None:
+        """Whether the model adds what the block returns to what it has read; None where no module tells."""
+        if self._is_sum_read:
+            return True
+        return None if self._is_made_added or not self._is_output_read else False
+
+    @property
+    def is_of_other_shape(self) -> bool:
+        """True if the block reads and returns streams of different shapes, which cannot be added."""
+        assert self._read is not None and self._returned is not None
+        return self._read.shape != self._returned.shape
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Hooks for one pass."""
+        inside = {*self._block.modules()}
+        outside = [module for module in self._stream.sites.model.modules() if module not in inside]
+        return hooked(
+            (self._block, self._leave),
+            *((module, self._made_by) for module in outside),
+            before=[(self._block, self._enter), *((module, self._given) for module in outside)],
+            must_run=False,
+        )
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._read = self._stream.before(args, kwargs).clone()
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        self._returned = self._stream.total(output).clone()
+
+    def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            difference = self._compared(self._returned, value)
+            self._is_sum_read |= difference is _Outside
+            self._is_made_added |= any(self._compared(made, value) is _Outside for made in self._made)
+            if difference is None:
+                self._readers.add(module)
+
+    def _made_by(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if module in self._readers:
+            self._readers.remove(module)
+            made = find_output(output)
+            if self._compared(self._returned, made) is not None:
+                self._is_output_read = True
+                if made is not None and self._returned is not None and made.shape == self._returned.shape:
+                    self._made.append(made.clone())
+
+    def _compared(self, returned: Tensor | None, x: Any) -> type[_Outside | _Between] | None:
+        """`_difference` of any value; what is no tensor of as many numbers is neither."""
+        read = self._read
+        if read is None or returned is None or not is_activation(x):
+            return _Between
+        if read.shape != returned.shape or x.numel() != read.numel() or x.shape[-1] != read.shape[-1]:
+            return _Between
+        with torch._C.DisableTorchFunction():  # a look is no read of the model's
+            return _difference(read, returned, x.reshape(read.shape))
 
 
 def _in_place_of(parts: Sequence[Tensor], x: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -35,7 +35,7 @@ _KINDS = (  # in the order in which a name is compared with them
     ("mlp", re.compile(r"mlp|ffn?\d?$|ffn|feed_?forward|moe|experts?$|channel_?mix|dense")),
 )
 _ATTENTION = _KINDS[1][1]
-_ANY_MIXER = re.compile(r"(^|[._])mixer(\.\d+)?$")  # an attribute that may hold any kind, as Nemotron-H's
+_ANY_MIXER = re.compile(r"(^|\.)mixer(\.\d+)?$")  # may hold any kind, as Nemotron-H's; not token_mixer
 _NO_NORM = re.compile(r"scal|gate|bias|posi|embed|token|dropout|identity|router|mask|rotary|rope")
 _ACTIVATION = re.compile(r"\bact|activation|relu|silu|swish|sigmoid|tanh")
 _DROPS = re.compile(r"drop|identity")

@@ -378,9 +378,34 @@ def test_the_decoders_tokens_that_a_model_makes_of_labels_itself_are_found(stack
     start = torch.full_like(batch["labels"][:, :1], 3)
     shifted = torch.cat([start, batch["labels"][:, :-1]], dim=1)
     told = batch | {"decoder_input_ids": shifted.masked_fill(shifted == -100, 0)}
-    tables = [skip_sensitivity(sites(model, stack), [one], **QUIET) for one in (batch, told)]
+    tables, heads = [], []
+    for one in (batch, told):
+        ran: list = []
+        with hooked((model.lm_head, lambda *_, ran=ran: ran.append(1))):
+            tables.append(skip_sensitivity(sites(model, stack), [one], **QUIET))
+        heads.append(len(ran))
     assert tables[0]["loss"][0] == pytest.approx(float(model(**batch).loss), abs=1e-5)
-    assert tables[0].equals(tables[1])
+    assert tables[0].equals(tables[1]) and heads[0] == heads[1]
+
+
+def test_the_decoders_mask_that_a_model_makes_of_labels_is_taken_with_the_tokens():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "pad_token_id": 0}
+    config = hf.Pix2StructConfig(
+        text_config={"vocab_size": 64, "num_layers": 2, **sizes},
+        vision_config={"patch_embed_hidden_size": 27, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes},
+        initializer_factor=8.0, decoder_start_token_id=3, pad_token_id=0,
+    )  # fmt: skip
+    model = hf.Pix2StructForConditionalGeneration(config).eval()
+    labels = token_batch()["labels"].clone()
+    labels[:, 1:3] = -100
+    batch = {"flattened_patches": torch.rand(len(labels), 9, 29), "labels": labels}
+    unmasked = batch | {"decoder_attention_mask": torch.ones(labels.shape)}
+    found, own = [], []
+    for one in (batch, unmasked):
+        found.append(skip_sensitivity(sites(model, "decoder.layer.*"), [one], **QUIET)["loss"][0])
+        own.append(float(model(**one).loss))
+    assert found == pytest.approx(own, abs=1e-5) and abs(own[0] - own[1]) > 1e-3
 
 
 def test_decoder_tokens_that_no_module_is_handed_are_asked_for(t5):

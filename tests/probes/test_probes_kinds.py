@@ -11,6 +11,7 @@ from torch import nn
 
 from normlab.errors import NormlabError
 from normlab.probes import record, sites
+from normlab.probes.sites import kind_of
 
 BRANCHES = ["token_l2_mean", "relative_contribution"]
 
@@ -277,6 +278,13 @@ def test_a_branch_that_is_but_called_a_mixer_is_of_the_kind_that_its_class_says(
     found, absent = table(Stack(*(partial(OfOneBranch, branch(WIDTH, WIDTH)) for branch in classes)))
     kinds = {layer: site for site, layer, metric, _ in found if metric == "relative_contribution" and site != "block"}
     assert kinds == {1: "attn", 2: "mlp", 3: "mixer", 4: "mixer"} and absent == {}
+
+
+def test_a_token_mixer_made_of_an_mlp_is_a_mixer():
+    mlp, attention = (type(name, (nn.Linear,), {})(WIDTH, WIDTH) for name in ("Mlp", "Attention"))
+    for name in ("token_mixer", "time_mixer", "seq_mixer.0"):
+        assert kind_of(name, mlp) == kind_of(name, attention) == "mixer"
+    assert [kind_of("layers.mixer", one) for one in (mlp, attention)] == ["mlp", "attn"]
 
 
 # -- dicts and stages --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import types
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 import pandas
 import pytest
@@ -237,19 +238,44 @@ def test_of_one_block_the_final_norm_tells_that_the_model_adds_the_residual(in_p
     assert jacobians[0] == pytest.approx(jacobians[1], rel=0.1)  # estimates from other random vectors
 
 
-def test_of_one_block_any_norm_after_it_tells_else_its_sum_or_it_is_refused():
+def test_of_one_block_any_module_after_it_tells_else_its_sum_or_it_is_refused():
     adding, plain = AddingModel(Update), Toy()
     whole = normlab.angular_distance(plain, [IDS], **QUIET)
     for model, layer in ((plain, 2), (adding, 2), (adding, 3)):
         one = normlab.angular_distance(sites(model, f"layers.{layer - 1}"), [IDS], **QUIET)
         assert one.loc[0, 1] == pytest.approx(whole.loc[layer - 1, layer], rel=1e-5)
-    alone = [model(block, depth=1) for model, block in ((Toy, Block), (AddingModel, Update))]
-    for model in alone:
+    for model in (Toy(depth=1), AddingModel(Update, depth=1)):  # the head tells
         model.norm = nn.Identity()
-    assert normlab.angular_distance(alone[0], [IDS], **QUIET).loc[0, 1] == pytest.approx(whole.loc[0, 1], rel=1e-5)
+        assert normlab.angular_distance(model, [IDS], **QUIET).loc[0, 1] == pytest.approx(whole.loc[0, 1], rel=1e-5)
+    refused = AddingModel(Update, depth=1)
+    refused.add = lambda x, adds: x + 0.5 * adds
+    summed = Toy(depth=1)
+    summed.norm, summed.unwrap = nn.Identity(), lambda x: 0.5 * x
+    assert normlab.angular_distance(summed, [IDS], **QUIET).loc[0, 1] == pytest.approx(whole.loc[0, 1], rel=1e-5)
     for experiment in (skip_sensitivity, normlab.angular_distance):
         with pytest.raises(NormlabError, match="where the residual is added cannot be told"):
-            experiment(alone[1], [IDS], **QUIET)
+            experiment(refused, [IDS], **QUIET)
+
+
+@pytest.mark.parametrize("way", [nn.Dropout, nn.LayerNorm, partial(nn.Linear, 16)], ids=["dropout", "norm", "linear"])
+def test_a_module_between_one_block_and_the_sum_does_not_tell_that_the_block_adds_its_residual(way):
+    model = AddingModel(Update, depth=1)
+    model.way, model.add = way(0.1 if way is nn.Dropout else 16), lambda x, adds: x + model.way(adds)
+    if way is nn.Dropout:
+        values = [skip_sensitivity(one, [IDS], **QUIET)["skip_delta_loss"][0] for one in (model, Toy(depth=1))]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
+        model.add = lambda x, adds: x + 0.5 * model.way(adds)
+    with pytest.raises(NormlabError, match="where the residual is added cannot be told"):
+        skip_sensitivity(model, [IDS], **QUIET)
+
+
+@pytest.mark.parametrize("scheme", ["b2t", "ngpt", "mhc"])
+def test_one_block_that_is_not_its_input_plus_its_branches_is_not_refused(scheme):
+    for depth, blocks in ((1, None), (2, "model.layers.0"), (2, "model.layers.1")):
+        model = ours(scheme, num_hidden_layers=depth)
+        one, last = (skip_sensitivity(where, [IDS], **QUIET) for where in (sites(model, blocks), model))
+        if depth > 1:
+            assert one["skip_delta_loss"][0] == last["skip_delta_loss"][int(blocks[-1])]
 
 
 def test_a_residual_that_is_added_out_of_sight_is_refused_and_a_stream_that_is_mixed_between_blocks_is_not():
