@@ -261,15 +261,16 @@ def test_a_complex_number_is_two_numbers():
     model = Stack(Complex, Complex)
     block = model.layers[1]
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    observer = normlab.observe(model, every=1, metrics=["rms"], optimizer=adam, mask=lambda call: torch.ones(2, 10))
-    model(X).square().sum().backward()
-    before = [p.detach().clone() for p in block.parameters()]
-    adam.step()
+    given = {"metrics": ["rms"], "optimizer": adam, "mask": lambda call: torch.ones(2, 10)}
+    with normlab.observe(model, every=1, **given) as observer:
+        model(X).square().sum().backward()
+        before = [p.detach().clone() for p in block.parameters()]
+        adam.step()
+        observer.step(1.0, 0)
     count = sum(p.numel() * (2 if p.is_complex() else 1) for p in before)
     moved = sum(float((p.detach() - w).abs().square().sum()) for p, w in zip(block.parameters(), before, strict=True))
     size = sum(float(p.detach().abs().square().sum()) for p in block.parameters())
     gradient = (sum(float(p.grad.abs().square().sum()) for p in block.parameters()) / count) ** 0.5
-    observer.step(1.0, 0)
     table = observer.to_pandas().query("layer == 2").set_index(["metric", "site"])["value"]
     expected = {"update_ratio": (moved / size) ** 0.5, "first_moment": gradient, "second_moment": gradient}
     assert {metric: table[metric, "parameters"] for metric in expected} == pytest.approx(expected, rel=1e-4)
