@@ -145,7 +145,7 @@ def chosen_pair(
     site = where["site"] or quantity_row(metric).default_site
     everyone = _select(runs, (a, b), depth, width, same_rate=site != "model")
     about = everyone.runs[everyone.runs["scheme"].isin([a, b])]
-    own = Selection(everyone.table[everyone.table["run"].isin(about.index)], about, everyone.has_twins)
+    own = Selection(everyone.table[everyone.table["run"].isin(about.index)], about, everyone.twins)
     if own.runs.empty:
         at = f"width {int(everyone.runs['width'].iloc[0])}" + (f" and depth {depth}" if depth is not None else "")
         raise NormlabError(f"no run of {a!r} or {b!r} at {at}")

@@ -32,6 +32,7 @@ from normlab.runs import (  # noqa: F401  (for figures)
 from normlab.schemes import SCHEMES
 
 NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype", "recipe"))
+TWINS_SHARE = ["scheme", "depth", "seed", "lr", "steps"]  # runs that differ in precision alone
 MANY = 8  # schemes that a reader can tell apart
 LEFT_OUT = "normlab.left_out"  # in the attrs of the table of `fully_tried`: why a scheme is not there, by depth
 NEEDED_OF_EXPERIMENTS = ("scheme", "depth", "seed", "metric", "part", "layer", "value")
@@ -336,7 +337,7 @@ class Selection:
 
     table: pd.DataFrame
     runs: pd.DataFrame
-    has_twins: bool = False  # runs are left out because the same runs in another precision are shown
+    twins: pd.DataFrame | None = field(default=None, repr=False)  # runs left out for the same in another precision
     source: pd.DataFrame | None = field(default=None, repr=False)  # the table that `choose` was given
     summary: pd.DataFrame | None = field(default=None, repr=False)  # `summarize` of it
 
@@ -408,7 +409,7 @@ class Selection:
         counts = self.runs["dtype"].value_counts()
         words = [f"{count} run{'s' if count > 1 else ''} in {dtype}" for dtype, count in counts.items()]
         said = " and ".join(words) if len(words) > 1 else ""
-        if self.has_twins:
+        if self.twins is not None and not self.runs[TWINS_SHARE].merge(self.twins[TWINS_SHARE]).empty:
             said += f"{', ' if said else ''}without the same runs in another precision"
         return said
 
@@ -527,21 +528,20 @@ def _picked(
     everyone, about = about, one_precision(about)
     if several := _variants(about):
         raise NothingToShow(several)
-    return Selection(runs[runs["run"].isin(about.index)], about, len(everyone) > len(about), runs, summary)
+    twins = everyone[~everyone.index.isin(about.index)]
+    return Selection(runs[runs["run"].isin(about.index)], about, twins, runs, summary)
 
 
 def one_precision(about: pd.DataFrame) -> pd.DataFrame:
     """Drop a run's twins in other precisions from the rows of `summarize`.
 
-    Twins have the same scheme, depth, seed, rate and steps. If one precision has several of them, they differ in
-    something else, and all stay.
+    Twins share `TWINS_SHARE`. If one precision has several of them, they differ in something else, and all stay.
     """
-    place = ["scheme", "depth", "seed", "lr", "steps"]
-    if about["dtype"].nunique() < 2 or about.duplicated([*place, "dtype"]).any():
+    if about["dtype"].nunique() < 2 or about.duplicated([*TWINS_SHARE, "dtype"]).any():
         return about
     counts = about["dtype"].value_counts().sort_index().sort_values(ascending=False, kind="stable")
     rank = about["dtype"].map({dtype: position for position, dtype in enumerate(counts.index)})
-    taken = about.loc[rank.sort_values(kind="stable").index].drop_duplicates(place).index
+    taken = about.loc[rank.sort_values(kind="stable").index].drop_duplicates(TWINS_SHARE).index
     return about[about.index.isin(taken)]
 
 

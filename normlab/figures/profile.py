@@ -30,8 +30,9 @@ LINEAR = "values that are not above 0 keep the axis linear"
 class PlotOptions:
     """Options of a drawing: bands, log axis, page theme, published values, theory.
 
-    With `one_step` the value axis fits the view's step, and the title says which schemes have no line there and why, or
-    one that a log axis does not show. Else the axis fits all steps, and does not move between them.
+    With `one_step` the value axis fits the view's step, and the title says what the runs differ in, which schemes have
+    no line there and why, or one that a log axis does not show. Else the axis fits all steps and does not move between
+    them, and a page says these under the plot.
     """
 
     band: bool = True
@@ -139,9 +140,10 @@ def drawing(profiles: Profiles, view: View, options: PlotOptions) -> dict[str, A
     labels = label_trace([_end(line, styles[line.scheme]) for line in lines], bounds, _PANEL, log)
     traces += [] if labels is None else [labels]
     deepest = int(max([view.depth, *printed["layer"]]))
-    about = [*profiles.unlike(view)]
+    about: list[str] = []
     if options.one_step:
-        about += [*profiles.left_out(view), *(log_remarks(profiles, view) if log else [LINEAR] if asked else [])]
+        about += [*profiles.unlike(view), *profiles.left_out(view)]
+        about += log_remarks(profiles, view) if log else [LINEAR] if asked else []
     said = wrap(" · ".join(about), _LINE) if lines else []
     words = _title(view, profiles.rate(view), bool(bands), said)
     title = dict(text=words, y=1, yref="container", yanchor="top", pad=dict(t=look.LINES_PAD))

@@ -20,7 +20,8 @@ Norm        the base class: what models, theory and the TransformerLens bridge u
 ``(y, ms)``, with ms ``(..., 1)`` in float32. ``norm(x, mean_square=ms)`` uses ms as given and adds eps only.
 
 ``norm.add(x, residual)`` returns ``(s, norm(s))`` for ``s = residual + x``, in one pass where kernels compute, in two
-steps elsewhere. The bits are those of the two steps. The block uses the one pass; hooks on the norm do not see it.
+steps elsewhere. The bits are those of the two steps. Hooks on the norm see the two steps alone; BHyT with its tanh
+takes one pass everywhere. The block takes the one pass where kernels compute and the norm has no hooks.
 
 ``norm.kernels`` is the backend: "auto" (Triton on CUDA, else PyTorch), "triton", or "torch" (rounds as Llama does).
 """

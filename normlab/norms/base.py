@@ -37,6 +37,13 @@ def mean_square(x: Tensor) -> Tensor:
     return x.float().pow(2).mean(-1, keepdim=True)
 
 
+def added(x: Tensor, residual: Tensor) -> Tensor:
+    """``residual + x``. NormlabError for other shapes, as by the kernels: one of them would be repeated."""
+    if residual.shape != x.shape:
+        raise NormlabError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
+    return residual + x
+
+
 class ConstantStart(nn.Module):
     """A module whose parameters and buffers start at constants. Base of norms and residual rules.
 
@@ -165,9 +172,12 @@ class Norm(ConstantStart):
         return self.kernel(x, *self._operands_for(x.dtype), kernels=self.kernels)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``s = residual + x`` and norm(s), in one pass where there is an ``add_kernel`` and kernels compute."""
+        """Return ``s = residual + x`` and norm(s), in one pass where there is an ``add_kernel`` and kernels compute.
+
+        Raises NormlabError, or the kernels' ValueError, for a residual of another shape than x.
+        """
         if self.add_kernel is None or not nk.chooses_kernels(residual, self.kernels, x):
-            s = residual + x
+            s = added(x, residual)
             return s, self(s)
         operands = self._operands_for(torch.promote_types(x.dtype, residual.dtype))
         return self.add_kernel(x, residual, *operands, kernels=self.kernels)

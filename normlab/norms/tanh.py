@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.norms.base import Norm, StartingMap
+from normlab.norms.base import Norm, StartingMap, added
 from normlab.norms.base import mean_square as exact_mean_square
 
 
@@ -126,11 +126,14 @@ class BHyT(Norm):
         Args:
             mean_square: carried statistic. None: of s.
             correction: constant that is added to it, by the kernel where no gradient is needed.
+
+        Raises NormlabError, or the kernels' ValueError, for a residual of another shape than x.
         """
         if not self.bounded and not nk.chooses_kernels(residual, self.kernels, x):
             if mean_square is not None and correction is not None:
-                mean_square = mean_square + correction.detach()
-            s = residual + x
+                correction = correction.detach()
+                mean_square = mean_square + (correction.reshape(1) if correction.numel() == 1 else correction)
+            s = added(x, residual)
             return s, self(s, mean_square)
         if mean_square is None:
             return nk.add_bhyt(x, residual, self.gamma(), self.lam, **self._options())[:2]

@@ -67,7 +67,7 @@ class BlockTrace:
         self._sums: dict[nn.Module, Tensor | None] = {}  # norms that read two tensors, and the rows of their sum
         self.pair: LastBlock | None = None  # two tensors that it was given, until a norm has read one or their sum
         self.is_joined = False  # it was their sum
-        self.returned: Tensor | None = None  # what the block itself returned, before other hooks
+        self._returned: Tensor | None = None  # the rows of what the block itself returns, before other hooks
         self._enter(entered)
 
     def _enter(self, x: Tensor) -> None:
@@ -122,6 +122,11 @@ class BlockTrace:
 
     def _read_to(self, last: Tensor) -> Reading | None:
         return find_reading(self.events, self.entered, last, self.rows)
+
+    @property
+    def has_known_sites(self) -> bool:
+        """True if the norms' sites are known, and nothing else is looked for."""
+        return self._known_sites is not None
 
     def expects_nothing_of(self, norm: nn.Module) -> bool:
         """True if what a norm returns is not needed, as the norms' sites are known."""
@@ -200,11 +205,17 @@ class BlockTrace:
 
     # -- the block's end ---------------------------------------------------------------------------------------------
 
-    def finish(self, out: Tensor, made: Tensor) -> None:
+    def note_returned(self, made: Tensor) -> None:
+        """Note the stream that the block itself returns, which other hooks may change or write over."""
+        self._returned = self.rows.of(made)
+
+    def finish(self, out: Tensor, is_joined: bool) -> None:
         """Find the reading under which the block adds up; name its norms, list its segments.
 
-        out, made: the stream that is passed on, and that of the block itself. Where a hook has made another of it, the
-        norms are named, and no branch is measured.
+        Where a hook changes what the block returns, the norms are named by the block itself, and the segments are those
+        of what is passed on. There are none where that does not add up of the same branches.
+
+        out: the stream that is passed on; `is_joined` where it is the sum of two tensors that the block returns.
         """
         self._note_writes()
         if self._known_sites is not None:
@@ -213,17 +224,14 @@ class BlockTrace:
             self.run.sites = self._known_sites
             return
         self.rows.note_rounding(out)
-        last, own = self.rows.of(out), self.rows.of(made)
-        is_changed = made is not out and not self.rows.same(own, last)
-        last = own if is_changed else last
-        reading = self._find_reading(last)
+        last, own = self.rows.of(out), None if is_joined else self._returned
+        passed_on, reading = self._find_readings(last, own)
         if reading is not None:
-            self.segments = None if is_changed else reading.segments
-            self.why = "a hook changes what the block returns" if is_changed else ""
+            self.segments = None if passed_on is None else passed_on.segments
             for read, site in reading.sites:
                 read.site = site
             for read in reading.waiting:  # no branch came, and the block returns its output
-                if self.rows.same(read.out_rows, last):
+                if any(self.rows.same(read.out_rows, rows) for rows in (own, last)):
                     read.site = f"{self.runs[-1].kind}_norm_in"
         elif bool(self.rows.first.any()):
             self._name_first_norm()
@@ -259,6 +267,22 @@ class BlockTrace:
         is_seen = self._rows is not None and not self._rows.unchanged(x, self._rows.first)
         self.wrote_into_input = is_counted or is_seen
         writes[x.is_inference()] = self.wrote_into_input or writes.get(x.is_inference(), False)
+
+    def _find_readings(self, last: Tensor | None, own: Tensor | None) -> tuple[Reading | None, Reading | None]:
+        """The readings of what is passed on, and of the block itself: one, but where a hook has changed `own`."""
+        is_readable = bool(self.runs) and bool(self.rows.first.any()) and len(self.known.failures) < TRIES
+        if is_readable and own is not None and not self.rows.same(own, last):
+            passed_on = None if last is None else self._read_to(last)
+            reading = self._read_to(own)  # what a hook changes is no failure of the block
+            if reading is not None:
+                if passed_on is not None and _branches(passed_on) == _branches(reading):
+                    return passed_on, reading
+                self.why = "a hook changes what the block returns"
+                return None, reading
+            if passed_on is not None:  # as where a hook adds the residual
+                return passed_on, passed_on
+        found = self._find_reading(last)
+        return found, found
 
     def _find_reading(self, last: Tensor | None) -> Reading | None:
         if last is None:
@@ -396,6 +420,10 @@ class BlockTrace:
 
     def release(self) -> None:
         """Let go of every activation: what was measured keeps the norms' reads, for their sites."""
-        self.returned = None
         for read in self._reads:
             read.x = read.rows = read.out = read.out_rows = read.kept = None
+
+
+def _branches(reading: Reading) -> set[Branch]:
+    """The branches that change the stream in a reading."""
+    return {run.branch for segment in reading.segments for run in segment.runs}

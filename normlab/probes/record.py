@@ -91,7 +91,7 @@ def record(
     experiment, such as `skip_sensitivity`, do not count. The model's outputs are bit-identical and its hooks untouched;
     ours run after them. Metrics that do not apply have no rows: `stats().absent` names them. Nor has what does not add
     up, or fails: `manifest["absent"]` says why. Where a hook changes what a block returns, `block_out` is what is
-    passed on, the norms in the block are measured, and what its branches add is left out.
+    passed on, the norms in the block are measured, and what its branches add to it is left out where it does not tell.
 
     Args:
         model: a module, or `sites(model, ...)` where its parts had to be named. Inside the context compiled code runs
@@ -555,8 +555,11 @@ class Recorder:
     ) -> None:
         """Note what a block itself returns, which other hooks may change."""
         trace = self._trace_of(block)
-        if trace is not None:
-            trace.returned = self._passed_on(block, args, kwargs, output)
+        if trace is None or trace.has_known_sites:
+            return
+        x = find_output(output, hidden_state(args, kwargs, module).shape)
+        if x is not None:  # else a hook may find the stream in it
+            trace.note_returned(stream_of(self._after(block).module, x, trace.known.channels_first))
 
     def _block_out(self, block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if in_backward():
@@ -575,7 +578,7 @@ class Recorder:
         x = self._passed_on(block, args, kwargs, output)
         returned = others(x, outputs_of(output))
         beside = next((value for value in returned if value.shape == x.shape), None)
-        following = self.sites.blocks[min(block.index, self.sites.depth - 1)]  # for the last one itself
+        following = self._after(block)
         stream, is_joined = x, False
         if beside is not None:
             total = x.detach() + beside.detach()
@@ -590,10 +593,7 @@ class Recorder:
         others_returned = [ref(value) for value in returned]
         call.last = LastBlock(block.module, trace.run, trace.entered, x, beside, is_joined, others_returned)
         self._checkpoints.mark(x, call, trace.run)
-        made = out
-        if trace.returned is not None and trace.returned is not x and beside is None:
-            made = stream_of(following.module, trace.returned, trace.known.channels_first)
-        trace.finish(out, made)
+        trace.finish(out, is_joined)
         self.norm_sites |= {norm: (site, layer) for (norm, _), site in trace.sites.items()}
         call.absent |= {f"{site} {layer}": reason for site, reason in trace.lost.items()}
         self._measurer.block_end(trace, out)
@@ -602,6 +602,10 @@ class Recorder:
         trace.release()
         if call.implicit and block.index == self.sites.depth:
             self._end_call(call, complete=True)
+
+    def _after(self, block: Block) -> Block:
+        """The block that reads what a block returns; for the last one itself."""
+        return self.sites.blocks[min(block.index, self.sites.depth - 1)]
 
     @staticmethod
     def _passed_on(block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor:

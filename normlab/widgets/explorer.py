@@ -40,8 +40,8 @@ from normlab.probes.metrics import MASKS, metric_row, site_label
 from normlab.widgets.plot import PageWidget, plotly_text, static_text, write_page
 
 _ABOUT = """Small language models that differ in their normalization and, at the rate best, in their learning rate. What
-else they differ in stands under a plot's title. Choose what was measured, move the sliders, and hover over a line for
-its value. Nothing is fetched: the data are in this page, and its address keeps the view you chose."""
+else they differ in, chosen or not, stands under a plot. Choose what was measured, move the sliders, and hover over a
+line for its value. Nothing is fetched: the data are in this page, and its address keeps the view you chose."""
 DEFAULT_SITES = ("block_out", "block_in_grad")
 ABSOLUTE, RELATIVE = "absolute", "relative"
 _DIGITS = 4  # significant ones: what a plot can show, at half the size
@@ -317,6 +317,7 @@ def _drawings(
         "predicted": {line.scheme: axis_bounds(line.values, on_log) for line in predicted},
         "published": _printed(profiles, view, published),
         "remarks": {
+            "unlike": " · ".join(profiles.unlike(view)),
             "theory": theory_remark(profiles, view) if theory else "",
             "log": LINEAR if steps and axes["log"].get("type") != "log" else "",
         },

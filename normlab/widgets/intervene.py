@@ -33,7 +33,8 @@ class Intervene(PageWidget):
     It is the page of `normlab page` in a notebook: layer sizes, tanh inputs beyond lambda, each block's worth, loss by
     token, the next token. Small models of ours run in the browser, with the weights they have when the widget is made.
     Others answer from the kernel, as do models with hooks, pruned ones and those with adapters, and texts of more than
-    4,096 tokens. In the browser a text that the reader writes is read up to 1,024 tokens.
+    4,096 tokens. A text that the reader writes is read up to the model's positions; in the browser also up to 1,024
+    tokens, or as many as `text` has where that is more.
 
     Traits: `change` (JSON of a `Change`; a `Change` can be set), `row` (of the text), `token` (its position; a negative
     one counts from the end).

@@ -382,6 +382,10 @@ def test_of_twins_in_two_precisions_the_one_in_the_precision_of_most_runs_is_tak
     assert set(chosen.runs["dtype"]) == {"bfloat16"}
     assert chosen.describe().endswith("· without the same runs in another precision")
     assert summarize(pd.concat(runs))["dtype"].tolist() == ["bfloat16", "float32", "bfloat16"]
+    with_another = choose(pd.concat([*runs, in_dtype("bfloat16", "dyt", 0)]))
+    (depth,) = with_another.depths
+    assert with_another.of(depth, ["lns"]).precision() == "without the same runs in another precision"
+    assert with_another.of(depth, ["dyt"]).precision() == "", "it has no twin"
 
 
 def test_of_as_many_runs_in_each_precision_all_are_taken_in_one():

@@ -4,6 +4,7 @@ Hard rows, strides and shapes are tested on the functions that norms call: kerne
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -130,6 +131,22 @@ def test_the_addition_and_the_norm_in_one_call_have_the_bits_of_the_two_steps(na
         pairs.append((norm.add(x, residual, ms, correction), (s, norm(s, ms + correction))))
     for one, two in (pair for got, expected in pairs for pair in zip(got, expected, strict=True)):
         assert one.dtype == two.dtype and torch.equal(one, two)
+
+
+@pytest.mark.parametrize("kind", [BHyT, partial(BHyT, bounded=False), norms.RMSNorm, norms.LayerNorm, norms.GatedNorm])
+def test_a_residual_of_another_shape_is_refused_by_every_norm_and_not_repeated(kind):
+    x = torch.randn(1, 3, 8)
+    for one, other in ((x, x[0, :1]), (x[0, :1], x)):
+        with pytest.raises(ValueError, match="residual must have the shape of x"):
+            kind(8).add(one, other)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_a_correction_of_one_element_gives_y_no_dimension(bounded):
+    norm, x = BHyT(8, bounded=bounded), torch.randn(1, 3, 8)
+    ms = x.square().mean(-1, keepdim=True)
+    plain, deep = (norm.add(x, x, ms, torch.ones(shape))[1] for shape in (1, (1, 1, 1, 1)))
+    assert torch.equal(deep, plain) and deep.shape == x.shape
 
 
 def test_a_layernorm_may_have_no_bias():

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,6 +236,52 @@ def test_what_users_hooks_make_of_the_stream_is_measured_whenever_they_were_adde
     assert "another tensor than the one returned" in rec.absent["stream after block 1"]
     for handle in handles:
         handle.remove()
+
+
+CHANGES = {"half": lambda x: 0.5 * x, "steered": lambda x: x + 5.0, "zero": lambda x: 0.0 * x}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_inside_a_block_whose_output_a_hook_changes_the_norms_are_measured_and_what_adds_up(name, in_place):
+    model, change, reads, adds = Head(), CHANGES[name], [], []
+    block = model.body.layers[1]
+    block.register_forward_hook(lambda m, a, out: out.copy_(change(out)) if in_place else change(out))
+    block.register_forward_pre_hook(lambda m, a: reads.append(a[0].clone()))
+    for part in (block.attn, block.mlp):
+        part.register_forward_hook(lambda m, a, out: adds.append(out.clone()))
+    block.norm2.register_forward_pre_hook(lambda m, a: reads.append(a[0].clone()))
+    with record(model, ["rms", "relative_contribution"], masks=["all"]) as rec, torch.no_grad():
+        for _ in range(4):  # more often than a block that does not add up is tried
+            model(ids())
+    found, absent = values(rec.stats()), rec.stats().manifest["absent"]
+    assert found["attn_norm_in", 2, "rms", "all"] == rms(reads[0])
+    assert found["mlp_norm_in", 2, "rms", "all"] == rms(reads[1])
+    if name == "half":  # of the stream times a half
+        shares = [add.norm(dim=-1) / read.norm(dim=-1) for add, read in zip(adds[:2], reads[:2], strict=True)]
+        contributions = [found[kind, 2, "relative_contribution", "all"] for kind in ("attn", "mlp")]
+        assert contributions == pytest.approx([float(share.mean()) for share in shares], rel=1e-4) and absent == {}
+    else:
+        assert absent == dict.fromkeys(("attn 2", "mlp 2"), "a hook changes what the block returns")
+
+
+class Boxed(PreLN):
+    """Returns an object, of which a hook takes the stream."""
+
+    def forward(self, h):
+        return SimpleNamespace(stream=super().forward(h))
+
+
+def test_a_block_whose_output_a_hook_unpacks_is_measured_without_a_word():
+    model = Head(PreLN, Boxed)
+    with record(model, ["relative_contribution"], masks=["all"]) as rec, torch.no_grad():
+        model.body.layers[1].register_forward_hook(lambda m, a, out: out.stream)
+        model(ids())
+    plain = Head()
+    plain.load_state_dict(model.state_dict())
+    with record(plain, ["relative_contribution"], masks=["all"]) as whole, torch.no_grad():
+        plain(ids())
+    assert values(rec.stats()) == values(whole.stats()) and rec.stats().manifest["absent"] == {}
 
 
 class Between(Stack):

@@ -199,7 +199,7 @@ def test_theory_is_silent_about_models_that_it_does_not_know():
         assert "theory says nothing here" in remarks(explorer), about
 
 
-def test_models_that_were_trained_unlike_are_told_under_the_title():
+def test_models_that_were_trained_unlike_are_told_under_the_title_and_in_the_page_under_the_plot():
     ours = table(("pre_rmsnorm",)).assign(recipe="steps=20 optimizer=adamw", dtype="float32")
     other = table(("lns",)).assign(recipe="steps=20 optimizer=muon", dtype="bfloat16")
     runs = pd.concat([ours, other], ignore_index=True)
@@ -207,9 +207,11 @@ def test_models_that_were_trained_unlike_are_told_under_the_title():
     explorer = NormExplorer(runs)
     figures = [normlab.figures.profile(runs), normlab.figures.profile(runs, reference="pre_rmsnorm"), explorer.figure]
     titles = [figure.layout.title.text for figure in figures]
+    alike = NormExplorer(table(("pre_rmsnorm", "lns")))
     for way in (ABSOLUTE, RELATIVE, "pre_rmsnorm"):
-        answer = explorer.answer({"view": view.format(way), "theory": False})
-        titles += [(answer["layout"] | frame["layout"])["title"]["text"] for frame in answer["frames"]]
+        answer, plain = (one.answer({"view": view.format(way), "theory": False}) for one in (explorer, alike))
+        titles.append(answer["remarks"]["unlike"])
+        assert answer["layout"] == plain["layout"] and plain["remarks"]["unlike"] == "", "no plot moves for it"
     for title in titles:
         small = title.replace("<br>", " ")
         assert "3 runs in float32" in small and "3 runs in bfloat16" in small

@@ -41,7 +41,7 @@ function titleOf(view, frame, { schemes, band }) {
 function remarksOf(data, view, frame, { schemes, log, theory }) {
   const away = data.schemes.filter(({ name }) => !schemes.includes(name)).map(({ title }) => title + ": ");
   const said = [...(frame?.remarks ?? []), ...((log && frame?.unseen) || [])].filter(remark => !away.some(start => remark.startsWith(start)));
-  return [...said, theory && view?.remarks.theory, log && view?.remarks.log].filter(Boolean);
+  return [...said, schemes.length && view?.remarks.unlike, theory && view?.remarks.theory, log && view?.remarks.log].filter(Boolean);
 }
 /* A template with a layout over it: plotly would put the two together at every move. */
 function merged(below, above) {

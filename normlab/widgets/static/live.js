@@ -299,7 +299,7 @@ function live(root, data, host) {
   }
   const current = () => [state.model, state.against].filter((name, place, all) => name && all.indexOf(name) === place).map(name => byName[name]);
   const tokensNow = () => {
-    if (typeof state.text === "string" && data.tokenizer) return data.words.encode(state.text).slice(0, Math.min(...current().map(model => model.spec?.length ?? model.length)));
+    if (typeof state.text === "string" && data.tokenizer) return data.words.encode(state.text).slice(0, Math.min(...current().flatMap(({ length, spec }) => [length, spec?.length ?? length])));
     return (data.passages[state.text] ?? data.passages[0]).tokens;
   };
 
