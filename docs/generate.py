@@ -24,7 +24,7 @@ from tables import ROOT, site_names
 
 PAGES = (
     "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "docs/forms.md", "docs/beside.md",
-    "docs/extend/kernel.md", "kernels/README.md", "data/README.md", "README.md",
+    "docs/statistics.md", "docs/extend/kernel.md", "kernels/README.md", "data/README.md", "README.md",
 )  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def _compared(
         yield logits, normalizers, chosen, False, skips
 
 
-def _is_half(loss: Tensor) -> bool:
+def is_half(loss: Tensor) -> bool:
     """True if a loss has half precision, whatever its type."""
     return any(bool(loss == loss.to(kind)) for kind in HALF)
 
@@ -198,7 +198,7 @@ def labels_averaged(
         return math.nan, False  # nothing fits, and the gradients are no numbers either
     if value == 0 and not bool((labels != IGNORED_LABEL).any()):
         return (1.0 if items is None else float(items)), True
-    is_half = _is_half(loss)
+    half = is_half(loss)
     fits: dict[Reading, tuple[float, float]] = {}
     for scores, normalizers, wanted, shifted, skips in _compared(logits, labels.to(logits.device), mask):
         result = _summed(scores, normalizers, wanted)
@@ -206,7 +206,7 @@ def labels_averaged(
             continue
         total, size, count = result
         close = CLOSE * max(abs(total), 1e-30)
-        if not is_half:
+        if not half:
             close = min(close, ROUNDINGS * torch.finfo(torch.float32).eps * size)
         divisors = {"labels": float(count), "nothing": 1.0} | ({} if items is None else {"items": float(items)})
         for name, divisor in divisors.items():
@@ -214,7 +214,7 @@ def labels_averaged(
             if distance <= close:
                 fit = distance / max(abs(total), 1e-30), divisor
                 fits |= {Reading(shifted, skip, name): fit for skip in skips}
-    if settled is not None and (fits or not is_half):  # half precision may miss its own reading
+    if settled is not None and (fits or not half):  # half precision may miss its own reading
         settled.intersection_update(fits)
         fits = {reading: fits[reading] for reading in settled}
     if not fits:
@@ -472,7 +472,7 @@ class CallInputs:
         name = "shift_labels" if "shift_labels" in self.arguments else "labels"
         if name in self.arguments:
             self._compare(loss, logits, name, self.arguments[name])
-        elif bool(loss.isfinite()) and not _is_half(loss):
+        elif bool(loss.isfinite()) and not is_half(loss):
             own = self.unnamed()
             for name in sorted(own, key=lambda name: any(own[name] is ids for ids in self.looked_up)):  # tokens last
                 if own[name].numel() == logits[..., 0].numel():

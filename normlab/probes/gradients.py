@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from normlab.probes.decomposition import NormRead
-from normlab.probes.forward_call import GRADIENTS, HALF, Call, Place, Staged
+from normlab.probes.forward_call import GRADIENTS, HALF, Call, Place, Staged, is_half
 from normlab.probes.layout import features_last
 from normlab.probes.statistics import at_least_float32, without_autocast
 
@@ -225,8 +225,7 @@ class LogitsSample:
         at = torch.linspace(0, count - 1, min(ROWS, count), device=logits.device).long().unique()
         self._at = torch.unravel_index(at, logits.shape[:-1])
         self._softmax = logits.detach()[self._at].float().softmax(-1)
-        is_half = logits.dtype in HALF or any(bool(loss == loss.to(kind)) for kind in HALF)
-        self._apart = APART_IN_HALF if is_half else APART
+        self._apart = APART_IN_HALF if logits.dtype in HALF or is_half(loss) else APART
         self._least = torch.finfo(logits.dtype).smallest_normal * logits.shape[-1] ** 0.5  # that is not lost
         self._sum: Tensor | None = None  # of whole passes
 
