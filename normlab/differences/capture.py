@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
-from normlab.probes.forward_call import Call, TokenMask
+from normlab.probes.call_inputs import TokenMask
+from normlab.probes.forward_call import Call
 from normlab.probes.layout import find_input, find_output, others, outputs_of, replaced, with_output
 from normlab.probes.passes import called, evaluating, hooked
 from normlab.probes.sites import Sites, sites, stacks
@@ -189,21 +190,21 @@ def _with_mask(
 ) -> Roles:
     """Roles with the mask of all that is given, of which the model may take a part; of several texts the first's."""
     call = (latest.earlier or [latest])[0]
-    call.look_for_mask(given, mask)
+    call.tokens.look_for_mask(given, mask)
     found = _found(call, given, mask)
-    named = found if callable(mask) else call.inputs.arguments.get(call.mask_name or "")
+    named = found if callable(mask) else call.inputs.arguments.get(call.tokens.mask_name or "")
     name = next((n for n, x in batch.items() if x is not None and x is named), None)
     if name is None and callable(mask) and isinstance(found, Tensor):
         name = next((n for n, x in batch.items() if isinstance(x, Tensor) and _is_like(x, found)), None)
     read, notes = found, []
     if found is None:
-        call.counted_as_held()  # which notes what may be a mask
+        call.tokens.counted_as_held()  # which notes what may be a mask
         if mask is None:
             notes = [f"{place}: {why}" for place, why in call.absent.items() if place.startswith("padding by ")]
         elif not call.inputs.is_text:
             notes = ["all tokens are compared: the blocks hold no text, whose padding mask= tells"]
-    elif not call.is_by_row or not isinstance(found, Tensor) or found.ndim != 2:
-        read = call.counted_as_held() if isinstance(found, Tensor) else None
+    elif not call.tokens.is_by_row or not isinstance(found, Tensor) or found.ndim != 2:
+        read = call.tokens.counted_as_held() if isinstance(found, Tensor) else None
         if read is None:
             notes = [f"all tokens are compared: {name or 'the mask'} does not tell which are padding"]
     if read is not None and latest.earlier:
@@ -217,7 +218,7 @@ def _found(call: Call, given: Mapping[str, Any], mask: TokenMask) -> Any:
         names = ", ".join(name for name, x in call.inputs.arguments.items() if isinstance(x, Tensor))
         raise NormlabError(f"mask={mask!r} names nothing that is given: choose from {names}")
     try:
-        found = call.attention_mask
+        found = call.tokens.attention_mask
     except Exception as error:
         if not callable(mask):
             raise

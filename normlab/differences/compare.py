@@ -36,7 +36,7 @@ from normlab.differences.capture import (
 )
 from normlab.differences.causes import Evidence, Side, around_norm, causes_of
 from normlab.errors import NormlabError
-from normlab.probes.forward_call import TokenMask
+from normlab.probes.call_inputs import TokenMask
 from normlab.probes.passes import evaluating, unwrapped
 from normlab.probes.sites import stacks_of
 

@@ -14,9 +14,9 @@ massive_activations, attention_sinks   tokens unlike all others: where, in which
 logit_lens_kl                          compare what the head would predict from each layer with the model's prediction
 """
 
+from normlab.probes.call_inputs import CallInputs
 from normlab.probes.depth_use import layer_maps, void_tokens
 from normlab.probes.experiments import skip_future_effect, skip_sensitivity
-from normlab.probes.forward_call import CallInputs
 from normlab.probes.geometry import angular_distance, jacobian_identity, logit_lens_kl
 from normlab.probes.layer_stats import LayerStats
 from normlab.probes.metrics import FORWARD_METRICS, METRICS, Metric

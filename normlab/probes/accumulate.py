@@ -134,7 +134,7 @@ class Accumulator:
                     continue
                 if kind in MERGE:
                     self.kinds.add(kind)
-                    masks = call.masks(values.device, shape[:-1])
+                    masks = call.tokens.masks(values.device, shape[:-1])
                     if masks is not None:
                         self._counted[kind, place] = self._counted.get((kind, place), False) | masks.any(1)
                     before = self._arrays.get((kind, place))
@@ -146,7 +146,7 @@ class Accumulator:
 
     def _merge(self, call: Call, kind: str, group: dict[Place, Tensor], shape: tuple[int, ...]) -> None:
         device = next(iter(group.values())).device
-        masks = call.masks(device, shape[:-1])
+        masks = call.tokens.masks(device, shape[:-1])
         if masks is None:
             return
         self.kinds.add(kind)
@@ -219,8 +219,8 @@ class Measurer:
         if "activation" in self.kinds:
             call.stage("activation", where, self._token_statistics(call, x), x.shape)
         if "coordinate" in self.kinds and not isinstance(where, NormRead):
-            kept = x.detach().clone() if call.awaits_attention else x  # which the block may write into
-            call.once_rows_are_told(partial(self._stage_array, call, "coordinate_peak", where, kept))
+            kept = x.detach().clone() if call.tokens.awaits_attention else x  # which the block may write into
+            call.tokens.once_rows_are_told(partial(self._stage_array, call, "coordinate_peak", where, kept))
 
     def _token_statistics(self, call: Call, x: Tensor) -> Tensor:
         """The statistics of x, computed once for a block's output that is also a norm's input."""
@@ -327,7 +327,7 @@ class Measurer:
             if ms is not None and "carried" in self.kinds:
                 ratio = statistics.carried_ratio(view, ms)
                 call.stage("carried", read, ratio, (*tokens, 1))
-                call.once_rows_are_told(partial(self._stage_by_position, call, read, ratio[0], tokens))
+                call.tokens.once_rows_are_told(partial(self._stage_by_position, call, read, ratio[0], tokens))
             if norm is not None and "tanh" in self.kinds:
                 call.stage("tanh", read, statistics.tanh_statistics(norm, view, ms), view.shape)
             if norm is not None and "bounded" in self.kinds and hasattr(norm, "lam") and hasattr(norm, "kappa"):
@@ -336,8 +336,8 @@ class Measurer:
     @staticmethod
     def _stage_by_position(call: Call, read: NormRead, ratio: Tensor, tokens: tuple[int, ...]) -> None:
         """Stage a ratio of each token by its position."""
-        if (masks := call.masks(ratio.device, tokens)) is not None:
-            positions, length = call.positions(ratio.device, tokens)
+        if (masks := call.tokens.masks(ratio.device, tokens)) is not None:
+            positions, length = call.tokens.positions(ratio.device, tokens)
             tables = [statistics.by_position(ratio, positions, mask, length) for mask in masks]
             call.stage("carried_position", read, torch.stack(tables), (*tokens, 1))
 
@@ -456,14 +456,14 @@ class Measurer:
         trace.has_experts = True
         trace.call.absent.pop(f"{what} {trace.layer}", None)
         place = ("mlp", trace.layer)
-        trace.call.once_rows_are_told(
+        trace.call.tokens.once_rows_are_told(
             partial(self._stage_experts, trace.call, place, chosen.clone(), tokens, routing.experts)
         )
 
     @staticmethod
     def _stage_experts(call: Call, place: Place, chosen: Tensor, tokens: tuple[int, ...], experts: int) -> None:
         """Stage how many tokens took each expert."""
-        if (masks := call.masks(chosen.device, tokens)) is not None:
+        if (masks := call.tokens.masks(chosen.device, tokens)) is not None:
             counts = [statistics.expert_counts(chosen, mask, experts) for mask in masks]
             call.stage("expert_counts", place, torch.stack(counts), (*tokens, 1))
 
@@ -477,12 +477,12 @@ class Measurer:
     def attention(self, trace: BlockTrace, watch: AttentionWatch) -> None:
         """Stage the statistics of the scores that a watched block computed."""
         call, place = trace.call, ("attn", trace.layer)
-        found = watch.found(call.caller_rows())
+        found = watch.found(call.tokens.caller_rows())
         if found is None:
             if watch.why or watch.calls or trace.block.attention is not None:
                 call.absent[f"attention {trace.layer}"] = watch.why or watch.unfit()
             return
-        as_held = call.by_row_as_held
+        as_held = call.tokens.by_row_as_held
         shape = (*as_held(found.scores[:, 0, :, 0]).shape, 1)
         if "sink" in self.kinds and found.beside is not None and not found.no_sink:
             call.stage("sink", place, as_held(found.beside.mean(1)).reshape(1, -1), shape)
@@ -501,13 +501,13 @@ class Measurer:
         """Stage an array for every mask. Few tokens separate the masks, so the long reduction is made once."""
         reduce, tokens = getattr(statistics, statistic), tuple(x.shape[:-1])
         with torch.no_grad(), without_autocast(x.device):
-            rows, masks = x.detach().reshape(-1, x.shape[-1]), call.masks(x.device, tokens)
+            rows, masks = x.detach().reshape(-1, x.shape[-1]), call.tokens.masks(x.device, tokens)
             if masks is None:
                 return
-            if not call.counts_first_tokens(x.device, tokens):
+            if not call.tokens.counts_first_tokens(x.device, tokens):
                 call.stage(statistic, place, torch.stack([reduce(rows, mask) for mask in masks]), x.shape)
                 return
             shared = masks.all(0)
-            common, (first, kept) = reduce(rows, shared), call.first_tokens(x.device, tokens)
+            common, (first, kept) = reduce(rows, shared), call.tokens.first_tokens(x.device, tokens)
             extra = [reduce(rows[first], (mask & ~shared)[first] & kept) for mask in masks]
             call.stage(statistic, place, torch.stack([MERGE[statistic](common, more) for more in extra]), x.shape)

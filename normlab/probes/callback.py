@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from normlab.files import whole_file
-from normlab.probes.forward_call import TokenMask
+from normlab.probes.call_inputs import TokenMask
 from normlab.probes.metrics import resolve_metrics
 from normlab.probes.observe import (
     DEFAULT,

@@ -22,18 +22,8 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
-from normlab.probes.forward_call import (
-    IGNORED_LABEL,
-    UNTOLD,
-    Call,
-    CallInputs,
-    TokenMask,
-    call_arguments,
-    given_mask,
-    labels_averaged,
-    loss_and_logits,
-    mask_by_row,
-)
+from normlab.probes.call_inputs import CallInputs, TokenMask, call_arguments, given_mask, mask_by_row
+from normlab.probes.call_tokens import UNTOLD, CallTokens
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import are_turned, is_turned, require_by_token, token_masks
 from normlab.probes.passes import (
@@ -51,6 +41,7 @@ from normlab.probes.passes import (
     without_head,
 )
 from normlab.probes.record import record
+from normlab.probes.returned_loss import IGNORED_LABEL, labels_averaged, loss_and_logits
 from normlab.probes.sites import Sites, sites
 
 if TYPE_CHECKING:
@@ -196,8 +187,9 @@ class Runner:
             return
         with suppress(NormlabError):  # what cannot be recorded is said where it is needed
             recorder.stats()  # which counts the tokens
-        self._mask_name = call.mask_name
-        self._turned, self._is_given_turned, self._is_untold = call.length_first, call.is_given_turned, call.is_untold
+        tokens = call.tokens
+        self._mask_name, self._turned = tokens.mask_name, tokens.length_first
+        self._is_given_turned, self._is_untold = tokens.is_given_turned, tokens.is_untold
         self._find_unnamed(call.inputs, output)
         arguments = call.inputs.arguments
         for known, x in arguments.items():
@@ -390,19 +382,20 @@ class Runner:
         tokens = tuple(x.shape[:-1])
         given = self._mask(self.sites.mask or self._mask_name, self._known(batch), tokens)
         rows = (1, tokens[0]) if len(tokens) == 1 else (tokens[0], math.prod(tokens[1:]))
-        starts, past = (None, 0) if mask == "all" else self._call(batch).known_firsts(rows, self.device)
+        starts, past = (None, 0) if mask == "all" else self._call_tokens(batch).known_firsts(rows, self.device)
         counted = token_masks(given, tokens, self.device, [mask], cached=False, past_tokens=past, starts=starts)
         return counted[0].reshape(tokens)
 
-    def _call(self, batch: Batch) -> Call:
-        """The call of this stack on a batch."""
-        call = Call(())
-        call.inputs.take({name: value for name, value in self._known(batch).items() if value is not None})
-        call.inputs.mask = self.sites.mask or self._mask_name
-        call.is_given_turned = self._is_given_turned
-        call.inputs.has_decoder = self._coder is not None
-        call.crosses = any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
-        return call
+    def _call_tokens(self, batch: Batch) -> CallTokens:
+        """The tokens of this stack in a call on a batch."""
+        inputs = CallInputs()
+        inputs.take({name: value for name, value in self._known(batch).items() if value is not None})
+        inputs.mask = self.sites.mask or self._mask_name
+        inputs.has_decoder = self._coder is not None
+        tokens = CallTokens(inputs)
+        tokens.is_given_turned = self._is_given_turned
+        tokens.crosses = any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
+        return tokens
 
     def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:
         by_attention = bool(are_turned(self.sites.blocks[0].module))  # which may read it turned

@@ -17,8 +17,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from normlab.probes.decomposition import NormRead
-from normlab.probes.forward_call import GRADIENTS, HALF, Call, Place, Staged, is_half
+from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
 from normlab.probes.layout import features_last
+from normlab.probes.returned_loss import HALF, is_half
 from normlab.probes.statistics import at_least_float32, without_autocast
 
 

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from normlab.errors import NormlabError
 from normlab.files import whole_file
 from normlab.probes.block_trace import KnownBlock
-from normlab.probes.forward_call import CallInputs, LossTokens, TokenMask, unsettled
+from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, Recorder, record
+from normlab.probes.returned_loss import unsettled
 from normlab.probes.sites import Sites, sites
 from normlab.probes.statistics import real_numbers
 from normlab.probes.updates import METRICS as UPDATES

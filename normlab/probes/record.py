@@ -17,9 +17,10 @@ from torch.autograd.graph import get_gradient_edge
 from normlab.errors import NormlabError
 from normlab.probes.accumulate import Accumulator, Measurer
 from normlab.probes.block_trace import BlockTrace, KnownBlock
+from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
 from normlab.probes.checkpoints import Checkpoints, in_backward, is_packed
 from normlab.probes.decomposition import NormRead
-from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, LossTokens, Place, TokenMask, unsettled
+from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, Place
 from normlab.probes.gradients import watch_logits, watch_loss
 from normlab.probes.hooks import EXPERIMENTS, Hook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
@@ -38,6 +39,7 @@ from normlab.probes.layout import (
     stream_of,
 )
 from normlab.probes.metrics import GRADIENT_SITES, MASKS, Metric, resolve_metrics
+from normlab.probes.returned_loss import unsettled
 from normlab.probes.sites import Block, Sites, sites
 from normlab.probes.statistics import IN_ONE_PIECE, AttentionWatch, Routing, mixers_of, routing_of, runs_in_one_piece
 
@@ -295,7 +297,7 @@ class Recorder:
     @property
     def mask_name(self) -> str | None:
         """The argument that masks padding among the tokens of the latest call; None for what is no text."""
-        return None if self._latest is None else self._latest.mask_name
+        return None if self._latest is None else self._latest.tokens.mask_name
 
     @property
     def latest(self) -> Call | None:
@@ -357,7 +359,7 @@ class Recorder:
             local.is_left_out, local.call, local.trace = True, None, None  # its padding is not known
             raise
 
-    def _open_call(self, implicit: bool = False) -> Call:
+    def _open_call(self, implicit: bool = False, inputs: CallInputs | None = None) -> Call:
         if self._has_gradients and not torch.is_grad_enabled():
             raise Refusal(
                 "gradient metrics need a forward pass with gradients: "
@@ -368,7 +370,7 @@ class Recorder:
             self.training_only = True
         self.trains |= torch.is_grad_enabled()
         self._flush()
-        self._local.call = self._latest = call = Call(self._accumulator.masks, implicit)
+        self._local.call = self._latest = call = Call(self._accumulator.masks, implicit, inputs)
         call.inputs.mask, call.inputs.settled = self.sites.mask, self.settled
         return call
 
@@ -440,8 +442,8 @@ class Recorder:
         is_whole, inputs = call.running is None, call.inputs.following(call.entered, call.looked_up)
         call.inputs.loss = call.inputs.logits = None  # of one text
         self._end_pass(call)
-        new = self._open_call()
-        new.inputs, new.earlier = inputs, [*call.earlier, *([call] if is_whole else [])]
+        new = self._open_call(inputs=inputs)
+        new.earlier = [*call.earlier, *([call] if is_whole else [])]
         return new
 
     def _look_up(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -484,7 +486,7 @@ class Recorder:
         x = hidden_state(args, kwargs, module)
         known = self.known.get(module)
         if known is None:
-            rows = [] if self._call is None else self._call.possible_rows()
+            rows = [] if self._call is None else self._call.tokens.possible_rows()
             channels_first = is_channels_first(module, x, rows)
             known = self.known.setdefault(module, KnownBlock(channels_first, are_turned(module)))
         if in_backward():  # a checkpoint runs the block again
@@ -508,7 +510,7 @@ class Recorder:
         given = (*args, *kwargs.values())
         run = call.begin_layer(module, block.layer, x, any(v.ndim == x.ndim == 3 for v in others(x, given)))
         if is_first:
-            call.find_rows(x, known.is_turned, known.length_first, known.rearranges)
+            call.tokens.find_rows(x, known.is_turned, known.length_first, known.rearranges)
         if is_first and self._has_gradients:
             # `x` may be written to, and be another then; of a view autograd sees that in what it views.
             base = x._base if x._is_view() and x._base is not None and x._base.requires_grad else x
@@ -574,7 +576,7 @@ class Recorder:
         watch, call.running, self._local.trace = call.stop_watching(), None, None
         if output is None:
             return
-        call.rows_are_told()
+        call.tokens.rows_are_told()
         x = self._passed_on(block, args, kwargs, output)
         returned = others(x, outputs_of(output))
         beside = next((value for value in returned if value.shape == x.shape), None)
@@ -660,9 +662,9 @@ class Recorder:
     @staticmethod
     def _attention_reads(trace: BlockTrace, x: Tensor, attention: nn.MultiheadAttention) -> None:
         """Find out by what PyTorch's attention reads how the first block holds its rows."""
-        if trace.call.awaits_attention:
+        if trace.call.tokens.awaits_attention:
             known = trace.known
-            known.length_first, known.rearranges = trace.call.attention_reads(x, not attention.batch_first)
+            known.length_first, known.rearranges = trace.call.tokens.attention_reads(x, not attention.batch_first)
 
     # -- inside a block ------------------------------------------------------------------------------------------
 

@@ -34,8 +34,8 @@ from normlab.probes import (
     void_tokens,
 )
 from normlab.probes.depth_use import LayerStates, layer_states, maps_between
-from normlab.probes.forward_call import IGNORED_LABEL
 from normlab.probes.outliers import FoundTokens
+from normlab.probes.returned_loss import IGNORED_LABEL
 from normlab.report.inputs import Batches, Loaded, token_text
 
 if TYPE_CHECKING:

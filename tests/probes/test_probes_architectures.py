@@ -11,7 +11,7 @@ import transformers
 
 from benchmarks.architecture_audit import COLUMNS, audit, rows_of
 from benchmarks.architecture_zoo import TASKS, class_names
-from normlab.probes import forward_call
+from normlab.probes import call_tokens
 
 TABLE = Path(__file__).parents[2] / "data" / "bench" / "architectures.csv"
 SAMPLE = 6
@@ -59,13 +59,13 @@ def test_a_sample_of_architectures_is_as_the_audit_has_it(task, name, status):
 
 @pytest.mark.parametrize("fault", ["padding counts", "the first token counts"])
 def test_the_audit_sees_a_fault_of_the_recorder(fault, monkeypatch):
-    masks = forward_call.token_masks
+    masks = call_tokens.token_masks
 
     def faulty(mask, *rest, **named):
         right = masks(None if fault == "padding counts" else mask, *rest, **named)
         return right if fault == "padding counts" else right[:1].expand_as(right)
 
-    monkeypatch.setattr(forward_call, "token_masks", faulty)
+    monkeypatch.setattr(call_tokens, "token_masks", faulty)
     row = audit("causal", "LlamaForCausalLM")
     assert row["status"] == "wrong" and "block_out" in row["reason"], row
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from normlab.errors import NormlabError
 from normlab.probes import METRICS, checkpoints, record
-from normlab.probes.forward_call import READINGS, labels_averaged
 from normlab.probes.gradients import BESIDE, NOT_RETURNED, TIMES_ZERO
 from normlab.probes.record import NO_GRADIENT, NO_START
+from normlab.probes.returned_loss import READINGS, labels_averaged
 
 GRADIENTS = ["grad_l2_mean", "grad_l2_total"]
 EVERYTHING = list(METRICS)

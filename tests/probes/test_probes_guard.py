@@ -46,10 +46,11 @@ PLACES = ["norm_starts", "branch_done", "finish", "activation", "block_end", "ad
 
 @pytest.mark.parametrize("where", PLACES)
 def test_an_error_of_ours_ends_neither_pass_and_is_named(where, monkeypatch):
-    from normlab.probes import accumulate, block_trace, forward_call
+    from normlab.probes import accumulate, block_trace
+    from normlab.probes.call_inputs import CallInputs
 
     owners = {"activation": accumulate.Measurer, "block_end": accumulate.Measurer, "gradient": accumulate.Measurer}
-    owner = forward_call.CallInputs if where == "add" else owners.get(where, block_trace.BlockTrace)
+    owner = CallInputs if where == "add" else owners.get(where, block_trace.BlockTrace)
 
     def fail(*_, **__):
         raise ZeroDivisionError("of ours")

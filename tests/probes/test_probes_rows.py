@@ -24,7 +24,7 @@ from normlab import (
 )
 from normlab.errors import NormlabError
 from normlab.probes import record, sites
-from normlab.probes.forward_call import Call
+from normlab.probes.call_tokens import CallTokens
 from normlab.probes.sites import stacks
 
 ROWS, LENGTH = 3, 6
@@ -577,8 +577,8 @@ def test_an_empty_cache_is_as_none():
 
 
 def test_where_a_row_begins_is_looked_for_once_a_call(monkeypatch):
-    looks, own = [], Call._without_padding
-    monkeypatch.setattr(Call, "_without_padding", lambda *args: looks.append(1) or own(*args))
+    looks, own = [], CallTokens._without_padding
+    monkeypatch.setattr(CallTokens, "_without_padding", lambda *args: looks.append(1) or own(*args))
     given = {"attention_mask": (~PADDING).long(), "position_ids": torch.arange(LENGTH).expand(ROWS, -1)}
     sizes(tiny_llama(), input_ids=padded(), **given)
     assert len(looks) == 1
