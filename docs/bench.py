@@ -1,4 +1,4 @@
-"""Tables and counts of docs/compare.md, docs/beside.md and docs/extend/kernel.md, made from data/bench.
+"""Tables and counts of docs/compare.md, docs/spikes.md, docs/beside.md and docs/extend/kernel.md, made from data/bench.
 
 texts   every text by the name that marks it in a page
 """

@@ -23,8 +23,8 @@ import standings
 from tables import ROOT, site_names
 
 PAGES = (
-    "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/papers.md", "docs/forms.md", "docs/beside.md",
-    "docs/statistics.md", "docs/extend/kernel.md", "kernels/README.md", "data/README.md", "README.md",
+    "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/spikes.md", "docs/papers.md", "docs/measure.md",
+    "docs/forms.md", "docs/beside.md", "docs/statistics.md", "docs/extend/kernel.md", "kernels/README.md", "data/README.md", "README.md",
 )  # fmt: skip
 
 

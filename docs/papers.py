@@ -13,8 +13,9 @@ from queries import Diverged, estimate, picked, written
 from tables import plain, table
 
 import normlab
+from normlab.analysis.compare import WHERE, chosen_pair
 from normlab.analysis.quantities import quantity_row
-from normlab.analysis.selection import recipes_in_words, title_of
+from normlab.analysis.selection import has_learned, recipes_in_words, title_of
 from normlab.analysis.verdicts import LOSS_MARGIN, SEEDS, SIZE_MARGIN, UNDECIDED, judged
 from normlab.errors import NormlabError
 
@@ -150,11 +151,21 @@ def _ours(claim: Claim, place: tuple[str, int]) -> pd.Series | None:
 
 
 def _remark(claim: Claim, place: tuple[str, int]) -> str:
-    """A dagger at a loss whose scheme was tried at one learning rate, so that its best is not known."""
-    if claim.quantity != "loss":
-        return ""
-    tried = picked(place[0], {"depth": place[1]}).groupby("scheme", observed=True)["lr"].nunique()
-    return "†" if tried[[claim.a, claim.b]].min() == 1 else ""
+    """What a number of ours does not say itself.
+
+    A dagger at a loss whose scheme was tried at one learning rate, so that its best is not known; a double one where a
+    seed has not learned. At a size of other rates than the table's the rate, and the sizes at best rates.
+    """
+    runs = picked(place[0], {"depth": place[1]})
+    if claim.quantity == "loss":
+        tried = runs.groupby("scheme", observed=True)["lr"].nunique()
+        pair = chosen_pair(runs, claim.a, claim.b, "loss", None, None, WHERE)
+        marks = {"†": tried[[claim.a, claim.b]].min() == 1, "‡": not has_learned(pair.runs).all()}
+        return "".join(mark for mark, holds in marks.items() if holds)
+    if place == LARGE and claim.large:
+        a, b = (estimate(runs, claim.quantity, name)["estimate"] for name in (claim.a, claim.b))
+        return f" at {claim.large:g}, {plain(a / b, 2)} at best rates"
+    return ""
 
 
 @cache
@@ -184,7 +195,7 @@ def _speeds() -> list[tuple[str, ...]]:
         times = pd.read_csv(BENCH / f"{file}_nvidia_h200.csv").query("function == 'bhyt' and peer == 'normlab'")
         gains = 100 / times["ratio"] - 100
         numbers = (", ".join(f"{value:+g} ({version})" for value, version in versions), "",
-                   ", ".join(plain(gain, 1, "+") for gain in gains))  # fmt: skip
+                   ", ".join(plain(gain, 1, "+") for gain in gains) + " (16 blocks, 2,048 wide)")  # fmt: skip
         agrees = "level" if abs(gains.median()) < SPEED_MARGIN else "yes" if gains.median() > 0 else "**no**"
         rows.append((f"speed of {what} over RMSNorm, %", "abstract", *numbers, agrees))
     return rows

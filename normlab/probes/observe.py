@@ -203,7 +203,7 @@ class Readings:
         Metrics of branches are compared as they are. Adam's updates and moments are judged by the same rule and named
         besides: they do not decide which layer left first.
 
-        How often it is right: "How often it names the right layer" in docs/compare.md.
+        How often it is right: "How often it names the right layer" in docs/spikes.md.
         """
         import pandas
 
