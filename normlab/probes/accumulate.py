@@ -237,15 +237,15 @@ class Measurer:
 
     def gradient(
         self,
-        call: Call | None,
+        call: Call,
         where: Place | NormRead,
         x: Tensor,
-        channels_first: bool = False,
+        channels_first: bool,
         norm: nn.Module | None = None,
         repeated: Repeated | None = None,
     ) -> None:
         """Have the gradient at `x` reduced when it arrives; `repeated`: by a checkpoint, in the backward pass."""
-        if "gradient" not in self.kinds or call is None:
+        if "gradient" not in self.kinds:
             return
         # Of a view that is made without gradients PyTorch says that it requires them, if what it views does.
         is_apart = not torch.is_grad_enabled() and x._is_view() and x.grad_fn is None

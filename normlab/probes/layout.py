@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.metrics import MASKS
 
 COMPARED = 16  # rows and tokens on which it is found which is which
 _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d}
@@ -339,10 +338,10 @@ def token_masks(
     attention_mask: Tensor | None,
     tokens: Sequence[int],
     device: torch.device,
-    names: Sequence[str] = tuple(MASKS),
-    cached: bool = True,
-    past_tokens: int = 0,
-    starts: Tensor | None = None,
+    names: Sequence[str],
+    cached: bool,
+    past_tokens: int,
+    starts: Tensor | None,
 ) -> Tensor:
     """The tokens that count, as (len(names), prod(tokens)) bool.
 
@@ -370,7 +369,7 @@ def token_masks(
         whole = attention_mask.to(device) != 0
         if whole.shape[0] != batch or whole.shape[1] < length or (whole.shape[1] > length and not cached):
             if bool(whole.all()):  # no padding, whatever the tokens are
-                return token_masks(None, tokens, device, names, past_tokens=past_tokens, starts=starts)
+                return token_masks(None, tokens, device, names, cached, past_tokens, starts)
             raise NormlabError(
                 f"attention_mask is {tuple(whole.shape)} but the activations hold {tuple(tokens)} tokens, so padding "
                 "cannot be told: leave out the mask and the padding"

@@ -147,6 +147,7 @@ class Recorder:
         norm_sites: norm -> (site, layer), once the model has run.
         branches: (kind, layer) -> {a module whose output is added: how}, once the model has run.
         absent: what could not be measured, and why.
+        latest: the latest call of the model: its arguments by the names that inner modules know, its mask.
         known: the blocks, as earlier calls have shown them.
         settled: how the loss averages its labels, as far as they have.
         training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
@@ -176,7 +177,7 @@ class Recorder:
         self._local = _Running()
         self._lock = threading.Lock()
         self._roots: list[Any] = []  # where `backward` ends, of each pass in a call
-        self._latest: Call | None = None
+        self.latest: Call | None = None
         self.known: dict[nn.Module, KnownBlock] = {}
         self.settled = unsettled()
         self._checkpoints = Checkpoints(self.absent)
@@ -295,16 +296,6 @@ class Recorder:
     # -- the model's call ----------------------------------------------------------------------------------------
 
     @property
-    def mask_name(self) -> str | None:
-        """The argument that masks padding among the tokens of the latest call; None for what is no text."""
-        return None if self._latest is None else self._latest.tokens.mask_name
-
-    @property
-    def latest(self) -> Call | None:
-        """The latest call of the model: its arguments by the names that inner modules know, its mask."""
-        return self._latest
-
-    @property
     def _call(self) -> Call | None:
         return None if self._local.is_left_out else self._local.call
 
@@ -370,7 +361,7 @@ class Recorder:
             self.training_only = True
         self.trains |= torch.is_grad_enabled()
         self._flush()
-        self._local.call = self._latest = call = Call(self._accumulator.masks, implicit, inputs)
+        self._local.call = self.latest = call = Call(self._accumulator.masks, implicit, inputs)
         call.inputs.mask, call.inputs.settled = self.sites.mask, self.settled
         return call
 

@@ -481,10 +481,10 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_block_list(module: nn.Module) -> bool:
-    """True for a list of modules of one class with a matrix, a norm and parts in each."""
+    """True for a list of modules of one class with a matrix and a norm in each."""
     items = list(module.children()) if _is_list(module) else []
     return len({type(item) for item in items}) == 1 and all(
-        has_matrix(item) and any(item.children()) and next(norms_below(item), None) is not None for item in items
+        has_matrix(item) and next(norms_below(item), None) is not None for item in items
     )
 
 

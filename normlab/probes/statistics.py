@@ -125,12 +125,12 @@ def branch_statistics(h: Tensor, update: Tensor) -> Tensor:
     return over_chunks(reduce, update, h)
 
 
-def block_statistics(before: Tensor, after: Tensor, update: Tensor | None, stream: Tensor | None = None) -> Tensor:
+def block_statistics(before: Tensor, after: Tensor, update: Tensor | None, stream: Tensor | None) -> Tensor:
     """(3, tokens): ||update||/||stream||, cos(after, before), 1 - cos(after, before). All (..., d).
 
     The last is half the squared distance of the unit vectors: 1 - cos would lose its digits where a block is nearly the
-    identity. Without `update` the first is ||after - before||/||before||. `stream` is what the update is added to;
-    default: `before`.
+    identity. Without `update` the first is ||after - before||/||before||. `stream` is what the update is added to; None:
+    `before`.
     """
 
     def reduce(x: Tensor, y: Tensor, u: Tensor | None, h: Tensor | None) -> Tensor:
