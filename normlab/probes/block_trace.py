@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normlab.probes.decomposition import BranchRun, NormRead, NormRun, Reading, Segment, find_reading
 from normlab.probes.forward_call import Call, LastBlock, Run
 from normlab.probes.layout import features_last, same_tensor
-from normlab.probes.sites import Block, Branch
+from normlab.probes.sites import Block, Branch, has_parts
 from normlab.probes.stream_sums import Rows, count_different
 
 FEW = 6  # different tokens below which a sum that is not a plain one may not be told
@@ -414,7 +414,7 @@ class BlockTrace:
             if not (same_tensor(event.out, x) if x is not None else self.rows.same(rows, last)):
                 return False
             if isinstance(event, BranchRun):
-                return not any(True for _ in event.branch.module.children())
+                return not has_parts(event.branch.module)
             x = event.x
         return False
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from normlab.errors import NormlabError
@@ -392,8 +393,7 @@ def stream_of(block: nn.Module, state: Tensor, channels_first: bool) -> Tensor:
     enter = getattr(block, "enter", None)
     if enter is None:
         return features_last(state, channels_first)
-    from torch.distributed.fsdp import FSDPModule  # here, because they take a second to load
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.fsdp import FSDPModule  # here, because it takes a second to load
 
     split = isinstance(block, FSDPModule) and any(isinstance(weight, DTensor) for weight in block.parameters())
     if split:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
 from normlab.files import whole_file
@@ -25,7 +24,7 @@ from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_labe
 from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.returned_loss import unsettled
 from normlab.probes.sites import Sites, sites
-from normlab.probes.statistics import real_numbers
+from normlab.probes.statistics import real_numbers, whole
 from normlab.probes.updates import METRICS as UPDATES
 from normlab.probes.updates import Updates
 
@@ -336,8 +335,7 @@ def _rms(weight: Tensor) -> float:
     numbers = numbers.float() if numbers.itemsize == 1 else numbers  # of float8 PyTorch has no norm
     dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32  # PyTorch does not narrow
     norm = torch.linalg.vector_norm(numbers, dtype=dtype)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
-    return norm.item() / numbers.numel() ** 0.5
+    return whole(norm).item() / numbers.numel() ** 0.5
 
 
 def _starred(block: nn.Module) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import normlab_kernels as nk
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -36,6 +37,11 @@ def at_least_float32(x: Tensor) -> Tensor:
 def real_numbers(x: Tensor) -> Tensor:
     """`x`, or both parts of complex numbers, as Adam trains them."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def whole(x: Tensor) -> Tensor:
+    """`x`, gathered from all ranks if it is split over them."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -129,8 +135,8 @@ def block_statistics(before: Tensor, after: Tensor, update: Tensor | None, strea
     """(3, tokens): ||update||/||stream||, cos(after, before), 1 - cos(after, before). All (..., d).
 
     The last is half the squared distance of the unit vectors: 1 - cos would lose its digits where a block is nearly the
-    identity. Without `update` the first is ||after - before||/||before||. `stream` is what the update is added to; None:
-    `before`.
+    identity. Without `update` the first is ||after - before||/||before||. `stream` is what the update is added to;
+    None: `before`.
     """
 
     def reduce(x: Tensor, y: Tensor, u: Tensor | None, h: Tensor | None) -> Tensor:
