@@ -77,12 +77,30 @@ SITES: dict[str, Site] = {
     )
 }
 GRADIENT_SITES = {site.of: site.name for site in SITES.values() if site.takes == "gradient"}
-MASKS = {"all": "all tokens", "no_first": "without each row's first token"}
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which tokens count: in plots, and in words."""
+
+    label: str
+    definition: str
+
+
+MASKS = {
+    "all": Mask("all tokens", "padding excluded"),
+    "no_first": Mask("without each row's first token", "padding and the first real token of every row excluded"),
+}
 
 
 def site_label(name: str) -> str:
     """A site's name in plots; the name itself for one that is not in the table, such as a parameter's."""
     return SITES[name].label if name in SITES else name
+
+
+def mask_label(name: str) -> str:
+    """A mask's name in plots; the name itself for one that is not in the table."""
+    return MASKS[name].label if name in MASKS else name
 
 
 def site_order(name: str) -> tuple[int, str]:

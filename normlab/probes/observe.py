@@ -20,6 +20,7 @@ from normlab.errors import NormlabError
 from normlab.files import whole_file
 from normlab.probes.block_trace import KnownBlock
 from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
+from normlab.probes.layer_stats import COLUMNS as LAYER_COLUMNS
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, Recorder, record
 from normlab.probes.returned_loss import unsettled
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
 DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean")
-COLUMNS = ["step", "site", "layer", "metric", "mask", "value"]
+COLUMNS = ["step", *LAYER_COLUMNS]
 KEEP = 64  # readings
 RECENT = 32  # readings before a spike in which its origin is sought
 PAST = 6  # readings whose median a reading is compared with

@@ -802,8 +802,8 @@ class Recorder:
     def _is_of_some_passes(self, moments: pandas.DataFrame) -> pandas.Series:
         """Which gradients lack passes: a checkpoint repeated a block, and its input did not tell in which pass."""
         lost = [block.index for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
-        sites = [f"{kind}_norm_in_grad" for kind in ("attn", "cross", "mixer", "mlp")]
-        return moments["layer"].isin(lost) & moments["site"].isin(sites)
+        inside = [site for of, site in GRADIENT_SITES.items() if of not in ("block_in", "final_norm_in")]
+        return moments["layer"].isin(lost) & moments["site"].isin(inside)
 
     def _note_what_no_gradient_reached(self) -> None:
         """Give the reason where blocks have run and have no gradient, and note calls that no backward pass reached."""
