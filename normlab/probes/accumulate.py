@@ -203,7 +203,10 @@ def _place(where: Place | NormRead, is_gradient: bool = False) -> Place | None:
 
 
 class Measurer:
-    """Takes the statistics that the metrics need and stages them on the call. Never alters or keeps a tensor."""
+    """Takes the statistics that the metrics need and stages them on the call.
+
+    Never alters a tensor. The call keeps a few no longer than until its block or the call itself has ended.
+    """
 
     def __init__(self, metrics: Sequence[Metric]):
         self.kinds = {metric.kind for metric in metrics}

@@ -34,7 +34,7 @@ class KnownBlock:
     sites: dict[NormRun, str] | None = None  # of its norms, once its stream has added up; of none that has two
     times: Counter[nn.Module] = field(default_factory=Counter)  # that each norm ran then
     lost: dict[str, str] = field(default_factory=dict)  # sites whose norm is not measured then, and why
-    failures: list[str] = field(default_factory=list)  # why it did not, one per call
+    failures: list[str] = field(default_factory=list)  # why its stream did not add up, one per call
     adding: set[nn.Module] = field(default_factory=set)  # norms that add two tensors and read the sum
     joins: bool = False  # it returns a branch and the residual apart: the stream is their sum
     writes: dict[bool, bool] = field(default_factory=dict)  # into its input in place; of inference tensors, of others

@@ -53,8 +53,8 @@ class Repeated:
         self._times: Counter[nn.Module] = Counter()  # that each norm has run
         self._out: Any = None
 
-    def site_of(self, norm: nn.Module) -> str | None:
-        """The site of a norm that runs now."""
+    def norm_starts(self, norm: nn.Module) -> str | None:
+        """Count a run of a norm. Its site; None if it is at none."""
         self._times[norm] += 1
         return self.run.sites.get((norm, self._times[norm] - 1))
 

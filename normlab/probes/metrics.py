@@ -12,11 +12,12 @@ max) over the counted tokens and merged by Chan's rule. No result depends on how
 
 `kind` says what the statistic is taken from:
 
-    activation  h at block_out, attn_norm_in, mlp_norm_in, final_norm_in
-    gradient    dLoss/dh at the same tensors, the blocks' inputs for their outputs
-    branch      what attention and MLP add, at sites attn, mlp, block
+    activation  h at block_out, and at what norms read: attn_norm_in, cross_norm_in, ..., final_norm_in
+    gradient    dLoss/dh at the same tensors; for block outputs, at the blocks' inputs
+    branch      what the branches add, at sites attn, cross, mixer, mlp, and all of them, at block
     change      h_l against h_{l-1}, at site block
-    attention   pre-softmax scores, at site attn; sink: the softmax's columns that are a learned sink's
+    attention   pre-softmax scores, at site attn; their entropy is staged apart, as `entropy`
+    sink        the softmax's columns that are a learned sink's, at site attn
     tanh        the argument of a norm's tanh; bounded: the same, where the norm has lambda and kappa
     carried     a statistic handed to a norm, not computed by it
     router      the scores of a mixture's router, at site mlp; load: the experts that it takes
@@ -310,7 +311,7 @@ KIND_STATISTICS = {
     "branch": ("ratio", "cosine"),
     "change": ("change",),
     "attention": ("logit_max",),
-    "entropy": ("entropy",),  # of attention
+    "entropy": ("entropy",),  # of attention, where the largest score may not be known
     "sink": ("sink_share",),
     "bounded": ("saturated", "saturated_bound", "peak_bound"),
     "tanh": ("flat", "peak"),

@@ -701,7 +701,7 @@ class Recorder:
                 self._measurer.norm_input(trace.call, read, x, view, kwargs.get("mean_square"), channels_first)
         elif in_backward():
             repeated = self._checkpoints.find(block, x, begins=False)
-            site = None if repeated is None or repeated.block is not block else repeated.site_of(norm)
+            site = None if repeated is None or repeated.block is not block else repeated.norm_starts(norm)
             if repeated is not None and site is not None:
                 place = (site, repeated.run.layer)
                 self._measurer.gradient(repeated.call, place, x, channels_first, norm, repeated=repeated)
