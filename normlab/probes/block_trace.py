@@ -28,7 +28,7 @@ class KnownBlock:
     """A block, as earlier calls have shown it."""
 
     channels_first: bool
-    is_turned: bool | None  # PyTorch's attention in it takes (length, batch); None without one
+    takes_length_first: bool | None  # PyTorch's attention in it takes (length, batch); None without one
     length_first: bool | None = None  # it holds (length, batch), by what its attention has read; None: that is not told
     rearranges: bool = False  # its attention has read other rows
     sites: dict[NormRun, str] | None = None  # of its norms, once its stream has added up; of none that has two

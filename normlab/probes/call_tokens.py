@@ -150,7 +150,9 @@ class CallTokens:
 
     # -- how the blocks hold them ----------------------------------------------------------------------------------
 
-    def find_rows(self, x: Tensor, by_attention: bool | None, length_first: bool | None, rearranges: bool) -> None:
+    def find_rows(
+        self, x: Tensor, takes_length_first: bool | None, length_first: bool | None, rearranges: bool
+    ) -> None:
         """Find out whether the first block, which reads `x`, holds (length, batch), and whether the caller does.
 
         Attention tells the block's, where it reads the stream as the block does, or turned. The tokens tell whether the
@@ -158,7 +160,7 @@ class CallTokens:
 
         Args:
             x: what the block reads.
-            by_attention: PyTorch's attention in the block takes (length, batch); None without one.
+            takes_length_first: PyTorch's attention in the block takes (length, batch); None without one.
             length_first: the block holds (length, batch), as its attention has shown; None: it has not yet.
             rearranges: it has read other rows, so that it does not tell.
         """
@@ -173,15 +175,15 @@ class CallTokens:
         if tokens is not None:
             told = is_turned(tokens, x) if x.shape[0] == x.shape[1] else tokens.shape[:2] != x.shape[:2]
             is_same = None if told is None else not told
-        self._turned = by_attention if length_first is None else length_first
+        self._turned = takes_length_first if length_first is None else length_first
         if length_first is not None:
             is_unknown = tokens is not None and is_same is None and length_first
             self.is_given_turned = None if is_unknown else is_same is length_first
-        elif tokens is not None and by_attention and is_same is not False and not rearranges and max(x.shape[:-1]) > 1:
+        elif takes_length_first and tokens is not None and not (is_same is False or rearranges or max(self._held) < 2):
             self._turned, self.is_untold = False if is_same else None, True
         elif known is not None and tokens is known and is_same is not None and known.shape[:2] == x.shape[:2]:
             self._turned = not is_same
-        if by_attention is not None and length_first is None and not rearranges:
+        if takes_length_first is not None and length_first is None and not rearranges:
             self._awaited = x
 
     @property

@@ -24,8 +24,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def is_packed() -> bool:
-    """True where a checkpoint that is not reentrant takes what is saved for the backward pass.
+def in_checkpoint() -> bool:
+    """True inside a checkpoint that is not reentrant: one that takes what is saved for the backward pass.
 
     Other hooks take it too, such as those of `save_on_cpu`. They repeat nothing.
     """
@@ -67,7 +67,7 @@ class Repeated:
         return self._out is not None and same_tensor(self._out(), x)
 
 
-class _Running(threading.local):
+class _Repeating(threading.local):
     running: Repeated | None = None
 
 
@@ -82,7 +82,7 @@ class Checkpoints:
         self._absent = absent
         self._waiting: WeakSet[Call] = WeakSet()
         self._key = object()  # of our marks on nodes of the graph
-        self._local = _Running()
+        self._local = _Repeating()
 
     @property
     def running(self) -> Repeated | None:
@@ -95,7 +95,7 @@ class Checkpoints:
 
     def forget_running(self) -> None:
         """Let no repetition run on."""
-        self._local = _Running()
+        self._local = _Repeating()
 
     def mark(self, x: Tensor, call: Call, run: Run) -> None:
         """Have the node of the graph that made a block's output tell which run that was."""

@@ -25,7 +25,7 @@ from normlab.errors import NormlabError
 from normlab.probes.call_inputs import CallInputs, TokenMask, call_arguments, given_mask, mask_by_row
 from normlab.probes.call_tokens import UNTOLD, CallTokens
 from normlab.probes.kept_pass import KeptPass
-from normlab.probes.layout import are_turned, is_turned, require_by_token, token_masks
+from normlab.probes.layout import is_turned, require_by_token, takes_length_first, token_masks
 from normlab.probes.passes import (
     Hook,
     Stream,
@@ -131,7 +131,7 @@ class Runner:
             if isinstance(labels, Tensor) and not labels.is_floating_point():
                 moved["labels"] = labels.long()  # as cross-entropy takes them
             moved |= self._made_of_labels(moved)
-            has_attention = are_turned(self.sites.blocks[0].module) is not None  # which tells how rows are held
+            has_attention = takes_length_first(self.sites.blocks[0].module) is not None  # which tells how rows are held
             if seen == 0 and (moved.keys() - _OF_TEXT or self._coder is not None or has_attention):
                 self._find_names(moved)
             seen += 1
@@ -398,7 +398,7 @@ class Runner:
         return tokens
 
     def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:
-        by_attention = bool(are_turned(self.sites.blocks[0].module))  # which may read it turned
+        by_attention = bool(takes_length_first(self.sites.blocks[0].module))  # which may read it turned
         given = (self._known(batch).get(name) for name in ("input_ids", "decoder_input_ids", "input"))
         texts = [ids for ids in given if isinstance(ids, Tensor) and ids.shape[:2] in (x.shape[:2], x.shape[1::-1])]
         if not texts:

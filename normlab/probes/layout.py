@@ -243,8 +243,8 @@ class Layout:
         return alike.movedim((1, 2), (1 + self.row, 1 + self.column)).reshape(len(masks), -1)
 
 
-def are_turned(block: nn.Module) -> bool | None:
-    """True if a block holds (length, batch, width), by PyTorch's attention in it; None without one."""
+def takes_length_first(block: nn.Module) -> bool | None:
+    """True if PyTorch's attention in a block takes (length, batch, width); None without one."""
     attention = next((m for m in block.modules() if isinstance(m, nn.MultiheadAttention)), None)
     return None if attention is None else not attention.batch_first
 
@@ -287,20 +287,20 @@ def is_read_turned(x: Tensor, read: Tensor) -> bool | None:
     return is_turned(*(functional.normalize(y - y.mean(-1, keepdim=True), dim=-1) for y in (a, b)))
 
 
-def own_layout(tokens: Sequence[int], is_turned: bool | None = None) -> Layout:
+def own_layout(tokens: Sequence[int], turned: bool | None) -> Layout:
     """The layout of an activation by its shape alone: its first dimension counts rows, unless its block tells."""
     if len(tokens) == 1:
         return Layout((1, tokens[0]))
     if len(tokens) == 2:
-        is_told = is_turned is not None or 1 in tokens
-        return Layout(tuple(tokens), 1, 0) if is_turned else Layout(tuple(tokens), is_told=is_told)
+        is_told = turned is not None or 1 in tokens
+        return Layout(tuple(tokens), 1, 0) if turned else Layout(tuple(tokens), is_told=is_told)
     return Layout((tokens[0], math.prod(tokens[1:])))
 
 
-def row_layout(tokens: Sequence[int], rows: tuple[int, int], is_turned: bool | None = None) -> Layout | None:
+def row_layout(tokens: Sequence[int], rows: tuple[int, int], turned: bool | None) -> Layout | None:
     """The layout under which an activation's tokens are the caller's (batch, length) `rows`, or None.
 
-    `is_turned` says whether they are (length, batch), where both are alike. Raises `NormlabError` when two different
+    `turned` says whether they are (length, batch), where both are alike. Raises `NormlabError` when two different
     ones fit.
     """
     tokens, count = tuple(tokens), len(tokens)
@@ -310,7 +310,7 @@ def row_layout(tokens: Sequence[int], rows: tuple[int, int], is_turned: bool | N
             "give batches of another size"
         )
     if tokens == rows == rows[::-1]:
-        return own_layout(tokens, is_turned)
+        return own_layout(tokens, turned)
     if tokens[:2] == rows:
         return Layout(tokens)
     if tokens[-2:] == rows:

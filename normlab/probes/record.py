@@ -18,15 +18,14 @@ from normlab.errors import NormlabError
 from normlab.probes.accumulate import Accumulator, Measurer
 from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
-from normlab.probes.checkpoints import Checkpoints, in_backward, is_packed
+from normlab.probes.checkpoints import Checkpoints, in_backward, in_checkpoint
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, Place
 from normlab.probes.gradients import watch_logits, watch_loss
-from normlab.probes.hooks import EXPERIMENTS, Hook, is_running, uncompiled
+from normlab.probes.hooks import EXPERIMENTS, RecorderHook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
     Refusal,
-    are_turned,
     features_last,
     find_input,
     find_output,
@@ -37,6 +36,7 @@ from normlab.probes.layout import (
     outputs_of,
     replaced,
     stream_of,
+    takes_length_first,
 )
 from normlab.probes.metrics import GRADIENT_SITES, MASKS, Metric, resolve_metrics
 from normlab.probes.returned_loss import unsettled
@@ -227,7 +227,7 @@ class Recorder:
             self._called(module, partial(self._leave_call, module), always=True)
         for block in self.sites.blocks:
             self._before(block.module, partial(self._block_in, block))
-            returned = Hook(self, partial(self._block_returned, block))
+            returned = RecorderHook(self, partial(self._block_returned, block))
             self._first.append(block.module.register_forward_hook(returned, with_kwargs=True, prepend=True))
             self._called(block.module, partial(self._block_out, block), always=measurer.watches_attention)
             for norm in dict.fromkeys((*block.norms, *block.inner_norms, *block.activations)):
@@ -256,11 +256,11 @@ class Recorder:
                 self._before(module, self._look_up)
 
     def _before(self, module: nn.Module, act: Callable) -> None:
-        self._handles.append(module.register_forward_pre_hook(Hook(self, act), with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(RecorderHook(self, act), with_kwargs=True))
 
     def _called(self, module: nn.Module, act: Callable, always: bool = False) -> None:
         """Call `act(args, kwargs, output)` after a module."""
-        hook = Hook(self, lambda m, args, kwargs, output: act(args, kwargs, output))
+        hook = RecorderHook(self, lambda m, args, kwargs, output: act(args, kwargs, output))
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
 
     def _read(self, block: Block, module: nn.Module, act: Callable, *what: Any, find: Callable = find_input) -> None:
@@ -479,7 +479,7 @@ class Recorder:
         if known is None:
             rows = [] if self._call is None else self._call.tokens.possible_rows()
             channels_first = is_channels_first(module, x, rows)
-            known = self.known.setdefault(module, KnownBlock(channels_first, are_turned(module)))
+            known = self.known.setdefault(module, KnownBlock(channels_first, takes_length_first(module)))
         if in_backward():  # a checkpoint runs the block again
             repeated = self._checkpoints.find(block, x, begins=True)
             if repeated is not None:
@@ -501,12 +501,12 @@ class Recorder:
         given = (*args, *kwargs.values())
         run = call.begin_layer(module, block.layer, x, any(v.ndim == x.ndim == 3 for v in others(x, given)))
         if is_first:
-            call.tokens.find_rows(x, known.is_turned, known.length_first, known.rearranges)
+            call.tokens.find_rows(x, known.takes_length_first, known.length_first, known.rearranges)
         if is_first and self._has_gradients:
             # `x` may be written to, and be another then; of a view autograd sees that in what it views.
             base = x._base if x._is_view() and x._base is not None and x._base.requires_grad else x
             root = get_gradient_edge(base) if base.requires_grad else base
-            if torch.is_grad_enabled() and not x.requires_grad and is_packed():
+            if torch.is_grad_enabled() and not x.requires_grad and in_checkpoint():
                 call.absent[f"block_in_grad {run.layer}"] = NO_START
             elif torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
                 read, root = x, x.detach().requires_grad_()

@@ -541,7 +541,7 @@ class Attention(NamedTuple):
         return None
 
 
-def _joined(calls: Sequence[Attention]) -> Attention:
+def _as_one(calls: Sequence[Attention]) -> Attention:
     """The heads of several calls as those of one."""
     if len(calls) == 1:
         return calls[0]
@@ -607,7 +607,7 @@ class AttentionWatch(TorchFunctionMode):
         calls = [call for call in calls if call.is_product] or calls
         calls = [call for call in calls if call.keys == call.shape[1]] or calls  # a second sequence is another's
         alike = [call for call in calls if call.part is calls[0].part and call.shape == calls[0].shape]
-        return _joined(alike) if alike else None
+        return _as_one(alike) if alike else None
 
     def unfit(self) -> str:
         """Say why none was found."""
