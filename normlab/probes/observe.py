@@ -489,7 +489,7 @@ class Observer:
         self.close()
         if step % self._every == 0:
             self._recorder = record(self.sites, self._metrics, loss_tokens=self._loss_tokens)
-            self._recorder.training_only, self._recorder.training_first = self._trains, True
+            self._recorder.training_only = True if self._trains else None
             self._recorder.forgives = True  # training goes first
             self._recorder.known |= self._known
             self._recorder.settled = self._settled
@@ -518,7 +518,7 @@ class Observer:
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             self._known = {module: known for module, known in recorder.known.items() if known.sites is not None}
-            self._trains |= recorder.trains
+            self._trains |= recorder.training_only is True
             try:
                 stats = recorder.stats(step=step)
             except NormlabError as error:

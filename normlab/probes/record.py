@@ -150,15 +150,15 @@ class Recorder:
         latest: the latest call of the model: its arguments by the names that inner modules know, its mask.
         known: the blocks, as earlier calls have shown them.
         settled: how the loss averages its labels, as far as they have.
-        training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
-        training_first: once there is a call with gradients, do so, and forget the calls before it.
-        trains: whether a call with gradients was measured.
+        training_only: leave out calls of the model without gradients, such as an evaluation between two steps. None:
+            from the first call with gradients on, and forget the calls before it.
         forgives: leave out what was asked and cannot be measured, instead of an error. So are gradients of calls whose
             loss does not say how many labels it averages over.
         is_open: the model is watched.
     """
 
-    training_only = training_first = trains = forgives = is_open = False
+    training_only: bool | None = False
+    forgives = is_open = False
 
     def __init__(self, where: Sites, metrics: Sequence[Metric], loss_tokens: LossTokens, masks: Sequence[str]):
         self.sites = where
@@ -356,10 +356,9 @@ class Recorder:
                 "gradient metrics need a forward pass with gradients: "
                 "leave no_grad/inference_mode, or drop the grad_* metrics"
             )
-        if self.training_first and not self.trains and torch.is_grad_enabled():
+        if self.training_only is None and torch.is_grad_enabled():
             self._forget()
             self.training_only = True
-        self.trains |= torch.is_grad_enabled()
         self._flush()
         self._local.call = self.latest = call = Call(self._accumulator.masks, implicit, inputs)
         call.inputs.mask, call.inputs.settled = self.sites.mask, self.settled
