@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
 from normlab.probes.call_inputs import TokenMask
+from normlab.probes.call_tokens import PADDING_BY
 from normlab.probes.forward_call import Call
 from normlab.probes.layout import find_input, find_output, others, outputs_of, replaced, with_output
 from normlab.probes.passes import called, evaluating, forwards, hooked
@@ -200,7 +201,8 @@ def _with_mask(
     if found is None:
         call.tokens.counted_as_held()  # which notes what may be a mask
         if mask is None:
-            notes = [f"{place}: {why}" for place, why in call.absent.items() if place.startswith("padding by ")]
+            places = [PADDING_BY + name for name in call.tokens.unknown_masks]
+            notes = [f"{place}: {call.absent[place]}" for place in places]
         elif not call.inputs.is_text:
             notes = ["all tokens are compared: the blocks hold no text, whose padding mask= tells"]
     elif not call.tokens.is_by_row or not isinstance(found, Tensor) or found.ndim != 2:

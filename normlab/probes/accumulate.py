@@ -292,8 +292,9 @@ class Measurer:
         reads = [(edge, places) for edge, places in call.hooked.items() if isinstance(places[0], NormRead)]
         parts += [(places, copied) for edge, places in reads if is_beside(edge, starts, call.node)]
         for places, reason in parts:
-            found = (_place(where, is_gradient=True) for where in places)
-            call.absent |= {f"{place[0]} {place[1]}": reason for place in found if place is not None}
+            for where in places:
+                if (place := _place(where, is_gradient=True)) is not None:
+                    call.lose_gradient(place, reason)
             places.clear()
         call.views = []
 

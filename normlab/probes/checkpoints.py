@@ -76,10 +76,14 @@ class Checkpoints:
 
     Args:
         absent: where it is written what could not be told.
+
+    Attributes:
+        lost: layers of blocks of which it could not, at least once.
     """
 
     def __init__(self, absent: dict[str, str]) -> None:
         self._absent = absent
+        self.lost: set[int] = set()
         self._waiting: WeakSet[Call] = WeakSet()
         self._key = object()  # of our marks on nodes of the graph
         self._local = _Repeating()
@@ -130,6 +134,7 @@ class Checkpoints:
             which = "several" if found else "none"
             reason = f"a checkpoint repeats it on the input of {which} of the forward passes that wait for gradients"
             self._absent[f"gradients in {block.name}"], self._local.running = reason, None
+            self.lost.add(block.layer)
         elif begins or before is None or (before.run, before.task) != (found[0][1], task):
             self._local.running = Repeated(block, found[0][0], found[0][1], task)
         return self.running

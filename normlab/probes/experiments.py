@@ -196,9 +196,8 @@ class Runner:
             own = next((name for name, value in batch.items() if value is x and isinstance(x, Tensor)), known)
             if known not in batch and own != known:
                 self._own_names[known] = own
-        for place, why in call.absent.items():
-            if place.startswith("padding by ") and self.sites.mask is None:
-                raise NormlabError(f"{why.removeprefix('all tokens count, as ')}, to sites(model, ...)")
+        if tokens.unknown_masks and self.sites.mask is None:
+            raise NormlabError(f"{next(iter(tokens.unknown_masks.values()))}, to sites(model, ...)")
 
     def _find_unnamed(self, inputs: CallInputs, output: Any) -> None:
         """Find the tokens and labels that no module has under a known name.

@@ -158,6 +158,7 @@ class Call:
         self.views: list[tuple[Tensor, int, list[Any]]] = []  # views with a gradient hook, their versions, their places
         self.is_awaited = self.is_reached = False  # a gradient may still come to it; one came
         self.waits = False  # a checkpoint will hand over tensors whose gradients are wanted
+        self.lost: set[Place] = set()  # where a gradient is left out
         self.staged: list[Staged] = []
         self.passes: dict[int, Any] = {}  # of several backward passes autograd's number, and what each is
         self._differentiated: set[Place] = set()
@@ -203,6 +204,11 @@ class Call:
         """Drop what was staged of a block's output and of its change of the stream."""
         places = (("block_out", layer), ("block", layer))
         self.staged = [staged for staged in self.staged if staged.where not in places]
+
+    def lose_gradient(self, place: Place, why: str) -> None:
+        """Note that the gradient at a place is left out."""
+        self.lost.add(place)
+        self.absent["{} {}".format(*place)] = why
 
     def first_gradients(self, gradients: Sequence[Staged]) -> tuple[list[Staged], set[Place]]:
         """The gradients at places that have one; and the places that had one before, and now again.

@@ -20,9 +20,10 @@ from normlab.errors import NormlabError
 from normlab.files import whole_file
 from normlab.probes.block_trace import KnownBlock
 from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
+from normlab.probes.call_tokens import NO_FIRST, PADDING_BY, TOKENS_OF
 from normlab.probes.layer_stats import COLUMNS as LAYER_COLUMNS
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
-from normlab.probes.record import GRADIENTS, Recorder, record
+from normlab.probes.record import GRADIENTS, IDLE, STREAM_AFTER, Recorder, record
 from normlab.probes.returned_loss import unsettled
 from normlab.probes.sites import Sites, sites
 from normlab.probes.statistics import real_numbers, whole
@@ -52,7 +53,7 @@ LEFT_OUT = {
     GRADIENTS: "gradients of a forward pass", "weights": "weights", "updates": "updates",
     "update_ratio": "update ratios",
 }  # fmt: skip
-MISLEADING = ("padding by ", "tokens ", "stream after ", "mask no_first")
+MISLEADING = (PADDING_BY, TOKENS_OF, NO_FIRST, STREAM_AFTER, IDLE)
 
 
 class LossSpikes:

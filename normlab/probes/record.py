@@ -18,6 +18,7 @@ from normlab.errors import NormlabError
 from normlab.probes.accumulate import Accumulator, Measurer
 from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
+from normlab.probes.call_tokens import NO_FIRST, TOKENS_OF
 from normlab.probes.checkpoints import Checkpoints, in_backward, in_checkpoint
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, Place
@@ -51,7 +52,9 @@ NO_GRADIENT = "no gradient came to it: what it reads needs none, or the loss doe
 NOTHING_NEEDS = (
     "nothing that the blocks read needs one: it is frozen, and they run in reentrant checkpoints or under no_grad"
 )
+# Keys of `absent`, or how they begin.
 IDLE = "tokens of forward passes without a backward pass"
+STREAM_AFTER = "stream after "  # a block, of whose output the next one reads another tensor
 
 
 def record(
@@ -187,6 +190,7 @@ class Recorder:
         self._layers = 0
         self._loss_labels: float | Tensor = 0.0
         self._layers_run: set[int] = set()
+        self._lost: set[Place] = set()  # where a gradient was left out
         self._awaited, self._reached = 0, 0  # calls to which a gradient may still come, and to which one came
         self._has_failed = False  # something could not be measured
 
@@ -506,7 +510,7 @@ class Recorder:
             base = x._base if x._is_view() and x._base is not None and x._base.requires_grad else x
             root = get_gradient_edge(base) if base.requires_grad else base
             if torch.is_grad_enabled() and not x.requires_grad and in_checkpoint():
-                call.absent[f"block_in_grad {run.layer}"] = NO_START
+                call.lose_gradient(("block_in_grad", run.layer), NO_START)
             elif torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
                 read, root = x, x.detach().requires_grad_()
                 x = root.clone()  # a leaf may not be written to in place, its copy may
@@ -538,7 +542,7 @@ class Recorder:
             if self._settle_update(last, x, trace.entered, call):
                 return
             reason = f"{trace.block.name} reads another tensor than the one returned, of which is block_out"
-            call.absent[f"stream after block {last.run.layer}"] = reason
+            call.absent[f"{STREAM_AFTER}block {last.run.layer}"] = reason
         elif last.beside is not None and any(value is last.beside for value in given):
             trace.pair = last
 
@@ -765,7 +769,7 @@ class Recorder:
         self._flush(is_last=True)
         kinds = self._accumulator.kinds
         if self.absent and (self._calls == 0 or not kinds):
-            places = sorted(self.absent, key=lambda place: not place.startswith("tokens "))
+            places = sorted(self.absent, key=lambda place: not place.startswith(TOKENS_OF))
             raise NormlabError(f"nothing could be measured: {self.absent[places[0]]}")
         if self._calls == 0:
             why = "call the model (and backward, for grad_* metrics) inside record()"
@@ -776,7 +780,7 @@ class Recorder:
                     "and run the model outside of compiled functions"
                 )
             raise NormlabError(f"nothing was recorded: {why}")
-        has_reason = self._has_failed or any(place == GRADIENTS or "_grad " in place for place in self.absent)
+        has_reason = self._has_failed or GRADIENTS in self.absent or bool(self._lost)
         if self._has_gradients and "gradient" not in kinds and not (self._awaited or has_reason) and self.forgives:
             self.absent[GRADIENTS] = NOTHING_NEEDS
         elif self._has_gradients and "gradient" not in kinds and not has_reason:
@@ -788,7 +792,7 @@ class Recorder:
             self._note_what_no_gradient_reached()
         moments, arrays = self._accumulator.results()
         moments = moments[~self._is_of_some_passes(moments)]
-        if "mask no_first" not in self.absent:
+        if NO_FIRST not in self.absent:
             for site, layer, mask in self._accumulator.without_tokens():
                 self.absent[f"{site} {layer}, {mask}"] = "no token counted: all are padding, or the first of their row"
         names = tuple(metric.name for metric in self.metrics)
@@ -800,9 +804,8 @@ class Recorder:
 
     def _is_of_some_passes(self, moments: pandas.DataFrame) -> pandas.Series:
         """Which gradients lack passes: a checkpoint repeated a block, and its input did not tell in which pass."""
-        lost = [block.index for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
         inside = [site for of, site in GRADIENT_SITES.items() if of not in ("block_in", "final_norm_in")]
-        return moments["layer"].isin(lost) & moments["site"].isin(inside)
+        return moments["layer"].isin(self._checkpoints.lost) & moments["site"].isin(inside)
 
     def _note_what_no_gradient_reached(self) -> None:
         """Give the reason where blocks have run and have no gradient, and note calls that no backward pass reached."""
@@ -812,12 +815,11 @@ class Recorder:
             self.absent[IDLE] = f"{self._awaited} of {self._awaited + self._reached} had none: {words}"
         if GRADIENTS in self.absent:
             return
-        lost = [block.index for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
         read = {("block_in", layer) for layer in self._layers_run} | {*self.norm_sites.values()}
         found = self._accumulator.places("gradient")
         for site, layer in sorted(read):
             place = GRADIENT_SITES.get(site), layer
-            if place[0] is not None and place not in found and layer not in lost:
+            if place[0] is not None and place not in found and layer not in self._checkpoints.lost:
                 self.absent.setdefault(f"{place[0]} {layer}", NO_GRADIENT)
 
     def _forget(self) -> None:
@@ -825,7 +827,9 @@ class Recorder:
         with self._lock:
             self._finished, self._calls, self._idle_calls = [], 0, 0
             self._layers_run, self._awaited, self._reached = set(), 0, 0
+            self._lost = set()
             self.absent.clear()
+            self._checkpoints.lost.clear()
             self._accumulator = Accumulator(self._accumulator.masks, self._measurer.statistics)
 
     def _flush(self, is_last: bool = False) -> None:
@@ -842,6 +846,7 @@ class Recorder:
                     call.is_awaited = bool(call.watched) and not call.is_reached
                     self._awaited += call.is_awaited
                 self._layers_run |= {run.layer for runs in call.runs.values() for run in runs}
+                self._lost |= call.lost
                 self.absent |= call.absent
                 call.staged = []
             for call, gradients in self._measurer.take_gradients(with_open=is_last).items():
