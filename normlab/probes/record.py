@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from normlab.errors import NormlabError
-from normlab.probes.accumulate import Accumulator, Measurer
+from normlab.probes.accumulate import Measurer
 from normlab.probes.block_trace import BlockTrace, KnownBlock
 from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
 from normlab.probes.call_tokens import NO_FIRST, TOKENS_OF
@@ -43,6 +43,7 @@ from normlab.probes.metrics import GRADIENT_SITES, MASKS, Metric, resolve_metric
 from normlab.probes.returned_loss import unsettled
 from normlab.probes.sites import Block, Sites, sites
 from normlab.probes.statistics import IN_ONE_PIECE, AttentionWatch, Routing, mixers_of, routing_of, runs_in_one_piece
+from normlab.probes.tally import Tally
 
 if TYPE_CHECKING:
     import pandas
@@ -170,7 +171,8 @@ class Recorder:
         self.absent: dict[str, str] = {}
         self._measurer = Measurer(metrics)
         self.branches = self._measurer.branches
-        self._accumulator = Accumulator(masks, self._measurer.statistics)
+        self._masks = tuple(masks)
+        self._tally = Tally(self._masks, self._measurer.statistics)
         self._has_gradients = "gradient" in self._measurer.kinds
         self._loss_tokens = loss_tokens
         self._handles: list[Any] = []
@@ -184,14 +186,6 @@ class Recorder:
         self.known: dict[nn.Module, KnownBlock] = {}
         self.settled = unsettled()
         self._checkpoints = Checkpoints(self.absent)
-        self._finished: list[Call] = []
-        self._calls = 0
-        self._idle_calls = 0
-        self._layers = 0
-        self._loss_labels: float | Tensor = 0.0
-        self._layers_run: set[int] = set()
-        self._lost: set[Place] = set()  # where a gradient was left out
-        self._awaited, self._reached = 0, 0  # calls to which a gradient may still come, and to which one came
         self._has_failed = False  # something could not be measured
 
     # -- the context ---------------------------------------------------------------------------------------------
@@ -364,7 +358,7 @@ class Recorder:
             self._forget()
             self.training_only = True
         self._flush()
-        self._local.call = self.latest = call = Call(self._accumulator.masks, implicit, inputs)
+        self._local.call = self.latest = call = Call(self._masks, implicit, inputs)
         call.inputs.mask, call.inputs.settled = self.sites.mask, self.settled
         return call
 
@@ -403,12 +397,9 @@ class Recorder:
         if complete:
             with self._lock:
                 for one in passes:
-                    self._finished.append(one)
+                    self._tally.end(one)
                     if one.waits:
                         self._checkpoints.wait_for(one)
-                    self._calls += bool(one.layer)
-                    self._idle_calls += not one.layer
-                    self._layers = max(self._layers, one.layer)
 
     def _watch_logits(self, call: Call, counting: Sequence[Call]) -> None:
         try:
@@ -767,21 +758,22 @@ class Recorder:
             NormlabError: nothing ran, or gradient metrics were asked for and no backward pass ran.
         """
         self._flush(is_last=True)
-        kinds = self._accumulator.kinds
-        if self.absent and (self._calls == 0 or not kinds):
+        tally = self._tally
+        kinds = tally.accumulator.kinds
+        if self.absent and (tally.calls == 0 or not kinds):
             places = sorted(self.absent, key=lambda place: not place.startswith(TOKENS_OF))
             raise NormlabError(f"nothing could be measured: {self.absent[places[0]]}")
-        if self._calls == 0:
+        if tally.calls == 0:
             why = "call the model (and backward, for grad_* metrics) inside record()"
-            if self._idle_calls:
+            if tally.idle_calls:
                 first = self.sites.blocks[0].name
                 why = (
                     f"the model ran, but no block like {first!r} did: take another stack from stacks(model), "
                     "and run the model outside of compiled functions"
                 )
             raise NormlabError(f"nothing was recorded: {why}")
-        has_reason = self._has_failed or GRADIENTS in self.absent or bool(self._lost)
-        if self._has_gradients and "gradient" not in kinds and not (self._awaited or has_reason) and self.forgives:
+        has_reason = self._has_failed or GRADIENTS in self.absent or bool(tally.lost)
+        if self._has_gradients and "gradient" not in kinds and not (tally.awaited or has_reason) and self.forgives:
             self.absent[GRADIENTS] = NOTHING_NEEDS
         elif self._has_gradients and "gradient" not in kinds and not has_reason:
             raise NormlabError(
@@ -790,16 +782,16 @@ class Recorder:
             )
         if "gradient" in kinds:
             self._note_what_no_gradient_reached()
-        moments, arrays = self._accumulator.results()
+        moments, arrays = tally.accumulator.results()
         moments = moments[~self._is_of_some_passes(moments)]
         if NO_FIRST not in self.absent:
-            for site, layer, mask in self._accumulator.without_tokens():
+            for site, layer, mask in tally.accumulator.without_tokens():
                 self.absent[f"{site} {layer}, {mask}"] = "no token counted: all are padding, or the first of their row"
         names = tuple(metric.name for metric in self.metrics)
-        details = manifest(self.sites, self.metrics, self._accumulator.masks, self._calls)
-        details |= {"layers": self._layers, "absent": dict(self.absent)}
+        details = manifest(self.sites, self.metrics, self._masks, tally.calls)
+        details |= {"layers": tally.layers, "absent": dict(self.absent)}
         if self._has_gradients:
-            details["loss_tokens"] = float(self._loss_labels)
+            details["loss_tokens"] = float(tally.loss_labels)
         return LayerStats(moments, names, details, step, arrays)
 
     def _is_of_some_passes(self, moments: pandas.DataFrame) -> pandas.Series:
@@ -809,14 +801,15 @@ class Recorder:
 
     def _note_what_no_gradient_reached(self) -> None:
         """Give the reason where blocks have run and have no gradient, and note calls that no backward pass reached."""
+        tally = self._tally
         self.absent.pop(IDLE, None)
-        if self._awaited and self._reached:
+        if tally.awaited and tally.reached:
             words = "one that is skipped, is detached or is an evaluation with gradients counts as one of training"
-            self.absent[IDLE] = f"{self._awaited} of {self._awaited + self._reached} had none: {words}"
+            self.absent[IDLE] = f"{tally.awaited} of {tally.awaited + tally.reached} had none: {words}"
         if GRADIENTS in self.absent:
             return
-        read = {("block_in", layer) for layer in self._layers_run} | {*self.norm_sites.values()}
-        found = self._accumulator.places("gradient")
+        read = {("block_in", layer) for layer in tally.layers_run} | {*self.norm_sites.values()}
+        found = tally.accumulator.places("gradient")
         for site, layer in sorted(read):
             place = GRADIENT_SITES.get(site), layer
             if place[0] is not None and place not in found and layer not in self._checkpoints.lost:
@@ -825,12 +818,9 @@ class Recorder:
     def _forget(self) -> None:
         """Drop what was recorded so far."""
         with self._lock:
-            self._finished, self._calls, self._idle_calls = [], 0, 0
-            self._layers_run, self._awaited, self._reached = set(), 0, 0
-            self._lost = set()
-            self.absent.clear()
+            self._tally = Tally(self._masks, self._measurer.statistics)
             self._checkpoints.lost.clear()
-            self._accumulator = Accumulator(self._accumulator.masks, self._measurer.statistics)
+            self.absent.clear()
 
     def _flush(self, is_last: bool = False) -> None:
         """Merge what finished calls measured, and the gradients that have arrived, into the running statistics.
@@ -838,22 +828,9 @@ class Recorder:
         A gradient to which a further backward pass may add waits, unless this `is_last`.
         """
         with self._lock:
-            calls, self._finished = self._finished, []
-            for call in calls:
-                self._accumulator.add(call, call.staged)
-                if self._has_gradients and call.layer and call.loss_tokens is not None:
-                    self._loss_labels = self._loss_labels + call.loss_tokens
-                    call.is_awaited = bool(call.watched) and not call.is_reached
-                    self._awaited += call.is_awaited
-                self._layers_run |= {run.layer for runs in call.runs.values() for run in runs}
-                self._lost |= call.lost
+            for call in self._tally.take_finished():
+                self._tally.merge(call, self._has_gradients)
                 self.absent |= call.absent
-                call.staged = []
             for call, gradients in self._measurer.take_gradients(with_open=is_last).items():
-                self._awaited -= call.is_awaited
-                self._reached += not call.is_reached
-                call.is_awaited, call.is_reached = False, True
-                once, spoiled = call.first_gradients(gradients)
-                self._accumulator.add(call, once)
-                self._accumulator.forget("gradient", spoiled)
+                self._tally.merge_gradients(call, gradients)
                 self.absent |= call.absent
