@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from normlab.probes import statistics
-from normlab.probes.block_trace import BlockTrace
+from normlab.probes.block_trace import BlockTrace, Trace
 from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
 from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
@@ -347,13 +347,13 @@ class Measurer:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    def block_start(self, trace: BlockTrace, x: Tensor, layer: int | None) -> None:
+    def block_start(self, trace: Trace, x: Tensor, layer: int | None) -> None:
         """Measure what a block reads, if no block's output was that, as the output of `layer`; `x` holds the stream."""
         if layer is not None:
             self.activation(trace.call, ("block_out", layer), trace.entered)
         self.gradient(trace.call, ("block_in", trace.layer), x, trace.known.channels_first)
 
-    def block_end(self, trace: BlockTrace, out: Tensor) -> None:
+    def block_end(self, trace: Trace, out: Tensor) -> None:
         """Measure what the branches added to the stream, and how the block changed it."""
         self._leave_out_parts(trace.call)
         if "load" in self.kinds and trace.has_router and not trace.has_experts:
@@ -376,9 +376,10 @@ class Measurer:
             call.absent[f"block {trace.layer}"] = reason
             return
         with torch.no_grad(), without_autocast(out.device):
-            stream, update = self._branches(trace, h, out) if "branch" in self.kinds else (None, None)
+            traced = trace if "branch" in self.kinds and isinstance(trace, BlockTrace) else None
+            stream, update = (None, None) if traced is None else self._branches(traced, h, out)
             values = statistics.block_statistics(h, out, update, stream)
-            if "branch" in self.kinds and trace.segments is not None and not trace.hidden:
+            if traced is not None and traced.segments is not None and not traced.hidden:
                 call.stage("branch", place, values[:2], h.shape)
             if "change" in self.kinds:
                 call.stage("change", place, values[2:], h.shape)
@@ -429,7 +430,7 @@ class Measurer:
         is_read = entering.before is trace.entered and entering.made.carry == 1.0
         return None if is_read else next(iter(streams.values())), sum(others, first)
 
-    def router(self, trace: BlockTrace, x: Tensor, returned: Any, routing: Routing) -> None:
+    def router(self, trace: Trace, x: Tensor, returned: Any, routing: Routing) -> None:
         """Measure what a router read and returned."""
         trace.has_router = True
         if "router" not in self.kinds or x.shape[-1] != routing.scores.shape[1]:
@@ -447,7 +448,7 @@ class Measurer:
         tokens = tokens if math.prod(tokens) == len(entropy) else entropy.shape
         trace.call.stage("router", ("mlp", trace.layer), entropy[None], (*tokens, 1))
 
-    def experts(self, trace: BlockTrace, values: Any, routing: Routing) -> None:
+    def experts(self, trace: Trace, values: Any, routing: Routing) -> None:
         """Look for the experts that were taken in what a module of a mixture is given or returns; the first counts."""
         tokens = tuple(trace.entered.shape[:-1])
         if "load" not in self.kinds or trace.has_experts:
@@ -471,14 +472,14 @@ class Measurer:
             counts = [statistics.expert_counts(chosen, mask, experts) for mask in masks]
             call.stage("expert_counts", place, torch.stack(counts), (*tokens, 1))
 
-    def streams(self, trace: BlockTrace, state: Tensor, rule: nn.Module, kind: str) -> None:
+    def streams(self, trace: Trace, state: Tensor, rule: nn.Module, kind: str) -> None:
         """Measure the streams that a rule is about to mix."""
         with without_autocast(state.device):
             values = statistics.stream_statistics(rule, state)
         if values is not None:
             trace.call.stage("streams", (kind, trace.layer), values, (*state.shape[:-1], 1))
 
-    def attention(self, trace: BlockTrace, watch: AttentionWatch) -> None:
+    def attention(self, trace: Trace, watch: AttentionWatch) -> None:
         """Stage the statistics of the scores that a watched block computed."""
         call, place = trace.call, ("attn", trace.layer)
         found = watch.found(call.tokens.caller_rows())

@@ -16,12 +16,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from normlab.errors import NormlabError
 from normlab.probes.accumulate import Measurer
-from normlab.probes.block_trace import BlockTrace, KnownBlock
+from normlab.probes.block_trace import BlockTrace, KnownBlock, KnownTrace, Trace
 from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
 from normlab.probes.call_tokens import NO_FIRST, TOKENS_OF
 from normlab.probes.checkpoints import Checkpoints, in_backward, in_checkpoint
 from normlab.probes.decomposition import NormRead
-from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, Place
+from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, Place, Run
 from normlab.probes.gradients import watch_logits, watch_loss
 from normlab.probes.hooks import EXPERIMENTS, RecorderHook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
@@ -135,7 +135,7 @@ class _Running(threading.local):
     """What runs in a thread: the call and the block's trace, the modules entered on the way to the blocks."""
 
     call: Call | None = None
-    trace: BlockTrace | None = None
+    trace: Trace | None = None
     is_left_out = False  # the call is not measured
 
     def __init__(self) -> None:
@@ -232,9 +232,9 @@ class Recorder:
                 self._before(norm, partial(self._norm_in, block))
                 self._called(norm, partial(self._norm_out, block, norm))
             for branch in block.branches:
-                self._read(block, branch.module, BlockTrace.branch_starts, branch)
+                self._read(block, branch.module, lambda trace, x, branch: trace.branch_starts(x, branch), branch)
                 for module in dict.fromkeys((branch.module, branch.whole)):
-                    self._returned(block, module, BlockTrace.branch_done, branch)
+                    self._returned(block, module, lambda trace, x, branch: trace.branch_done(x, branch), branch)
                 routing = routing_of(branch.whole) if branch.kind == "mlp" and {"router", "load"} & kinds else None
                 if routing is not None:
                     self._called(routing.scorer, partial(self._router_out, block, routing))
@@ -316,7 +316,7 @@ class Recorder:
             return True
         return False
 
-    def _trace_of(self, block: Block) -> BlockTrace | None:
+    def _trace_of(self, block: Block) -> Trace | None:
         """The run of a block, in a forward pass of the caller's; a checkpoint's recomputation is none."""
         local = self._local
         trace = local.trace
@@ -509,7 +509,7 @@ class Recorder:
             self._roots = [*self._roots, root] if call.earlier else [root]
         entered = stream_of(module, x, known.channels_first)
         call.running = run
-        trace = self._local.trace = BlockTrace(call, block, run, entered, known, "branch" in self._measurer.kinds)
+        trace = self._local.trace = self._begin_trace(call, block, run, entered, known)
         if not is_first:
             self._compare_with_last(trace, x, given)
         self._measurer.block_start(trace, x, self.sites.blocks[0].layer - 1 if is_first else None)
@@ -521,7 +521,14 @@ class Recorder:
                 call.watch.__enter__()
         return changed
 
-    def _compare_with_last(self, trace: BlockTrace, x: Tensor, given: tuple) -> None:
+    def _begin_trace(self, call: Call, block: Block, run: Run, entered: Tensor, known: KnownBlock) -> Trace:
+        """Trace a block: branches until the norms' sites are known, or always if what they add is measured."""
+        keeps_branches = "branch" in self._measurer.kinds
+        if known.sites is not None and not keeps_branches:
+            return KnownTrace(call, block, run, entered, known)
+        return BlockTrace(call, block, run, entered, known, keeps_branches)
+
+    def _compare_with_last(self, trace: Trace, x: Tensor, given: tuple) -> None:
         """Compare what a block reads with what the block before it returned."""
         call, last = trace.call, trace.call.last
         if last is None:
@@ -542,7 +549,7 @@ class Recorder:
     ) -> None:
         """Note what a block itself returns, which other hooks may change."""
         trace = self._trace_of(block)
-        if trace is None or trace.has_known_sites:
+        if not isinstance(trace, BlockTrace):
             return
         x = find_output(output, hidden_state(args, kwargs, module).shape)
         if x is not None:  # else a hook may find the stream in it
@@ -645,7 +652,7 @@ class Recorder:
         return is_sum
 
     @staticmethod
-    def _attention_reads(trace: BlockTrace, x: Tensor, attention: nn.MultiheadAttention) -> None:
+    def _attention_reads(trace: Trace, x: Tensor, attention: nn.MultiheadAttention) -> None:
         """Find out by what PyTorch's attention reads how the first block holds its rows."""
         if trace.call.tokens.awaits_attention:
             known = trace.known
@@ -665,7 +672,7 @@ class Recorder:
 
     def _norm_out(self, block: Block, norm: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         trace = self._trace_of(block)
-        if trace is not None and trace.expects_nothing_of(norm):
+        if isinstance(trace, KnownTrace) and norm not in trace.known.adding:
             return
         x, out = find_input(args, kwargs), find_output(output)
         if x is None or out is None:
