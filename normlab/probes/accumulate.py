@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from normlab.probes import statistics
+from normlab.probes.attention_watch import NO_SINK, AttentionWatch
 from normlab.probes.block_trace import BlockTrace, Trace
 from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
 from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
 from normlab.probes.gradients import BESIDE, Arrivals, GradientHook, edge_of, is_beside, source_of, why_no_factor
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
-from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32, without_autocast
+from normlab.probes.routing import Routing, router_entropy, router_scores, taken_experts, why_no_router_scores
+from normlab.probes.statistics import MERGE, at_least_float32, without_autocast
 
 if TYPE_CHECKING:
     import pandas
@@ -439,9 +441,9 @@ class Measurer:
             trace.call.absent[f"router_entropy {trace.layer}"] = "the router's weights are offloaded when it has run"
             return
         with torch.no_grad(), without_autocast(x.device):
-            scores = statistics.router_scores(routing, x.detach())
-            entropy = statistics.router_entropy(scores)
-            if reason := statistics.why_no_router_scores(scores, returned):
+            scores = router_scores(routing, x.detach())
+            entropy = router_entropy(scores)
+            if reason := why_no_router_scores(scores, returned):
                 trace.call.absent[f"router_entropy {trace.layer}"] = reason
                 return
         tokens = trace.entered.shape[:-1]
@@ -453,7 +455,7 @@ class Measurer:
         tokens = tuple(trace.entered.shape[:-1])
         if "load" not in self.kinds or trace.has_experts:
             return
-        chosen, what = statistics.taken_experts(values, math.prod(tokens), routing.experts), "expert_load_max"
+        chosen, what = taken_experts(values, math.prod(tokens), routing.experts), "expert_load_max"
         if chosen is None:
             reason = "no module of the mixture is given or returns the experts that each token takes"
             trace.call.absent[f"{what} {trace.layer}"] = reason
@@ -491,7 +493,7 @@ class Measurer:
         shape = (*as_held(found.scores[:, 0, :, 0]).shape, 1)
         if "sink" in self.kinds and found.beside is not None and not found.no_sink:
             call.stage("sink", place, as_held(found.beside.mean(1)).reshape(1, -1), shape)
-        elif "sink" in self.kinds and found.no_sink != statistics.NO_SINK:  # then the metric does not apply
+        elif "sink" in self.kinds and found.no_sink != NO_SINK:  # then the metric does not apply
             call.absent[f"sink_share {trace.layer}"] = found.no_sink
         if "attention" not in self.kinds:
             return

@@ -10,11 +10,11 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from normlab.probes.attention_watch import AttentionWatch
 from normlab.probes.call_inputs import CallInputs, Entered, LossTokens
 from normlab.probes.call_tokens import CallTokens
 from normlab.probes.decomposition import NormRead, NormRun
 from normlab.probes.layout import Refusal, same_tensor
-from normlab.probes.statistics import AttentionWatch
 from normlab.probes.stream_sums import Rows
 
 GRADIENTS = "gradients"  # in `absent`: why gradients of a forward pass are left out

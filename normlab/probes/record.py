@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from normlab.errors import NormlabError
 from normlab.probes.accumulate import Measurer
+from normlab.probes.attention_watch import IN_ONE_PIECE, AttentionWatch, runs_in_one_piece
 from normlab.probes.block_trace import BlockTrace, KnownBlock, KnownTrace, Trace
 from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
 from normlab.probes.call_tokens import NO_FIRST, TOKENS_OF
@@ -41,8 +42,9 @@ from normlab.probes.layout import (
 )
 from normlab.probes.metrics import GRADIENT_SITES, MASKS, Metric, resolve_metrics
 from normlab.probes.returned_loss import unsettled
+from normlab.probes.routing import Routing, routing_of
 from normlab.probes.sites import Block, Sites, sites
-from normlab.probes.statistics import IN_ONE_PIECE, AttentionWatch, Routing, mixers_of, routing_of, runs_in_one_piece
+from normlab.probes.statistics import mixers_of
 from normlab.probes.tally import Tally
 
 if TYPE_CHECKING:
