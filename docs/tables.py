@@ -36,7 +36,7 @@ def substitutions() -> dict[str, str]:
         "schemes": schemes(),
         "metrics": metrics(),
         "sites": sites(),
-        "masks": table(("mask", "tokens"), ((f"`{name}`", what) for name, what in MASKS.items())),
+        "masks": table(("mask", "tokens"), ((f"`{name}`", mask.label) for name, mask in MASKS.items())),
         "figures": figures(),
         "presets": presets(),
         "audited_tasks": audited_tasks(),

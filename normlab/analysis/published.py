@@ -51,7 +51,7 @@ def load_published(path: str | Path | None = None) -> pd.DataFrame:
     Returns:
         Columns `paper arxiv where model depth tokens method scheme metric layer value relative_error note`. `method` is
         the paper's name, `scheme` normlab's. `relative_error` is that of reading a plot. Cells are empty where a paper
-        does not say, or normlab has no such scheme. Layer 0 is the embeddings, blocks are 1..L.
+        does not say, or normlab has no such scheme. Layer 0 is what enters block 1, blocks are 1..L.
 
     Raises:
         NormlabError: no such folder, no CSV in it, or a file whose columns are not these.

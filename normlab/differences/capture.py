@@ -25,9 +25,10 @@ from torch.overrides import TorchFunctionMode
 from normlab.errors import NormlabError, in_one_line
 from normlab.probes import record
 from normlab.probes.call_inputs import TokenMask
+from normlab.probes.call_tokens import PADDING_BY
 from normlab.probes.forward_call import Call
 from normlab.probes.layout import find_input, find_output, others, outputs_of, replaced, with_output
-from normlab.probes.passes import called, evaluating, hooked
+from normlab.probes.passes import called, evaluating, forwards, hooked
 from normlab.probes.sites import Sites, sites, stacks
 
 EMBEDDINGS, LOGITS, FINAL = "embeddings", "logits", "final_norm"
@@ -155,8 +156,8 @@ def roles_of(
     Raises NormlabError where no stack of blocks is found, and for a `mask` that is none.
     """
     where = _stack_that_runs(model, batch) if blocks is None else sites(model, blocks)
-    reached = _Reaching([block.module for block in where.blocks])
-    with torch.no_grad(), record(where, metrics=["relative_contribution"], masks=["all"]) as recorder, reached:
+    recorder = record(where, metrics=["relative_contribution"], masks=["all"])
+    with torch.no_grad(), recorder, _running_among([block.module for block in where.blocks]) as ran:
         _called(model, batch)
     names = {module: name for name, module in model.named_modules()}
     # Of several of a kind in a block the last is compared.
@@ -180,7 +181,7 @@ def roles_of(
     final = tuple(names[norm] for norm in where.outer_norms)
     wholes = {names[branch.module]: names[branch.whole] for block in where.blocks for branch in block.branches}
     # Blocks that the batch does not reach, such as Mllama's for images, hold nothing to compare.
-    names_of_blocks = tuple(block.name for block in where.blocks if block.module in reached.ran or not reached.ran)
+    names_of_blocks = tuple(block.name for block in where.blocks if block.module in ran or not ran)
     roles = Roles(names_of_blocks, norms, branches, final, wholes)
     return _with_mask(roles, recorder.latest or Call(["all"]), batch, given or batch, mask)
 
@@ -200,7 +201,8 @@ def _with_mask(
     if found is None:
         call.tokens.counted_as_held()  # which notes what may be a mask
         if mask is None:
-            notes = [f"{place}: {why}" for place, why in call.absent.items() if place.startswith("padding by ")]
+            places = [PADDING_BY + name for name in call.tokens.unknown_masks]
+            notes = [f"{place}: {call.absent[place]}" for place in places]
         elif not call.inputs.is_text:
             notes = ["all tokens are compared: the blocks hold no text, whose padding mask= tells"]
     elif not call.tokens.is_by_row or not isinstance(found, Tensor) or found.ndim != 2:
@@ -252,28 +254,17 @@ def _stack_that_runs(model: nn.Module, batch: dict[str, Tensor]) -> Sites:
     return smallest
 
 
-class _Reaching:
-    """While active, notes in `ran` which modules run: as modules, or by `module.forward`, which no hook sees."""
+@contextlib.contextmanager
+def _running_among(modules: Sequence[nn.Module]) -> Iterator[set[nn.Module]]:
+    """While active, notes which modules run: as modules, or by `module.forward`, which no hook sees."""
+    ran: set[nn.Module] = set()
 
-    def __init__(self, modules: Sequence[nn.Module]):
-        self.ran: set[nn.Module] = set()
-        self._modules = modules
-
-    def __enter__(self) -> None:
-        self._own = [vars(module).get("forward") for module in self._modules]
-        for module in self._modules:
-            vars(module)["forward"] = partial(self._forward, module, module.forward)
-
-    def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.ran.add(module)
+    def noted(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ran.add(module)
         return forward(*args, **kwargs)
 
-    def __exit__(self, *_: Any) -> None:
-        for module, own in zip(self._modules, self._own, strict=True):
-            if own is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = own
+    with forwards({module: partial(noted, module, module.forward) for module in modules}):
+        yield ran
 
 
 class _FixedEps(TorchFunctionMode):

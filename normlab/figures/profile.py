@@ -17,7 +17,7 @@ from normlab.errors import NormlabError
 from normlab.figures import theme as look
 from normlab.figures.draw import EndLabel, axis_bounds, label_trace, value_axis
 from normlab.figures.published import published_points, published_trace
-from normlab.probes.metrics import MASKS, metric_row, site_label
+from normlab.probes.metrics import mask_label, metric_row, site_label
 
 HEIGHT = 520
 _MARGIN = dict(l=72, r=170, t=104, b=58)
@@ -91,7 +91,7 @@ def profile(
     at = profiles.opening_rate(depth) if rate is None else None if rate == BEST else float(rate)
     steps = profiles.steps(metric, site, mask, depth, at)
     if not steps:
-        where = f"{site_label(site)}, {MASKS.get(mask, mask)}, depth {depth}"
+        where = f"{site_label(site)}, {mask_label(mask)}, depth {depth}"
         return look.message_figure(f"{metric} was not measured at: {where}.", metric_row(metric).label)
     step = steps[-1] if step is None else step
     if reference is not None and reference not in profiles.schemes:
@@ -250,7 +250,7 @@ def _end(line: Profile, style: look.Style) -> EndLabel:
 def _title(view: View, rate: str, band: bool, said: Sequence[str]) -> str:
     row = metric_row(view.metric)
     when = "before training" if view.step == 0 else f"step {view.step:,}"
-    where = f"{site_label(view.site)}, {MASKS.get(view.mask, view.mask)} · depth {view.depth} · {rate}"
+    where = f"{site_label(view.site)}, {mask_label(view.mask)} · depth {view.depth} · {rate}"
     by_layer = "by layer, relative to layer 1" if view.relative else "by layer"
     title = f"{row.label[0].upper()}{row.label[1:]} {by_layer}, {when}"
     return look.in_one(title, where, *about_lines(view, band), *said)

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from normlab.probes import statistics
-from normlab.probes.block_trace import BlockTrace
+from normlab.probes.attention_watch import NO_SINK, AttentionWatch
+from normlab.probes.block_trace import BlockTrace, Trace
 from normlab.probes.checkpoints import Repeated
 from normlab.probes.decomposition import NormRead, additions
 from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
 from normlab.probes.gradients import BESIDE, Arrivals, GradientHook, edge_of, is_beside, source_of, why_no_factor
 from normlab.probes.metrics import GRADIENT_SITES, KIND_STATISTICS, SITES, Metric
-from normlab.probes.statistics import MERGE, AttentionWatch, Routing, at_least_float32, without_autocast
+from normlab.probes.routing import Routing, router_entropy, router_scores, taken_experts, why_no_router_scores
+from normlab.probes.statistics import MERGE, at_least_float32, without_autocast
 
 if TYPE_CHECKING:
     import pandas
@@ -203,7 +205,10 @@ def _place(where: Place | NormRead, is_gradient: bool = False) -> Place | None:
 
 
 class Measurer:
-    """Takes the statistics that the metrics need and stages them on the call. Never alters or keeps a tensor."""
+    """Takes the statistics that the metrics need and stages them on the call.
+
+    Never alters a tensor. The call keeps a few no longer than until its block or the call itself has ended.
+    """
 
     def __init__(self, metrics: Sequence[Metric]):
         self.kinds = {metric.kind for metric in metrics}
@@ -237,15 +242,15 @@ class Measurer:
 
     def gradient(
         self,
-        call: Call | None,
+        call: Call,
         where: Place | NormRead,
         x: Tensor,
-        channels_first: bool = False,
+        channels_first: bool,
         norm: nn.Module | None = None,
         repeated: Repeated | None = None,
     ) -> None:
         """Have the gradient at `x` reduced when it arrives; `repeated`: by a checkpoint, in the backward pass."""
-        if "gradient" not in self.kinds or call is None:
+        if "gradient" not in self.kinds:
             return
         # Of a view that is made without gradients PyTorch says that it requires them, if what it views does.
         is_apart = not torch.is_grad_enabled() and x._is_view() and x.grad_fn is None
@@ -289,8 +294,9 @@ class Measurer:
         reads = [(edge, places) for edge, places in call.hooked.items() if isinstance(places[0], NormRead)]
         parts += [(places, copied) for edge, places in reads if is_beside(edge, starts, call.node)]
         for places, reason in parts:
-            found = (_place(where, is_gradient=True) for where in places)
-            call.absent |= {f"{place[0]} {place[1]}": reason for place in found if place is not None}
+            for where in places:
+                if (place := _place(where, is_gradient=True)) is not None:
+                    call.lose_gradient(place, reason)
             places.clear()
         call.views = []
 
@@ -343,13 +349,13 @@ class Measurer:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    def block_start(self, trace: BlockTrace, x: Tensor, layer: int | None) -> None:
+    def block_start(self, trace: Trace, x: Tensor, layer: int | None) -> None:
         """Measure what a block reads, if no block's output was that, as the output of `layer`; `x` holds the stream."""
         if layer is not None:
             self.activation(trace.call, ("block_out", layer), trace.entered)
         self.gradient(trace.call, ("block_in", trace.layer), x, trace.known.channels_first)
 
-    def block_end(self, trace: BlockTrace, out: Tensor) -> None:
+    def block_end(self, trace: Trace, out: Tensor) -> None:
         """Measure what the branches added to the stream, and how the block changed it."""
         self._leave_out_parts(trace.call)
         if "load" in self.kinds and trace.has_router and not trace.has_experts:
@@ -372,9 +378,10 @@ class Measurer:
             call.absent[f"block {trace.layer}"] = reason
             return
         with torch.no_grad(), without_autocast(out.device):
-            stream, update = self._branches(trace, h, out) if "branch" in self.kinds else (None, None)
+            traced = trace if "branch" in self.kinds and isinstance(trace, BlockTrace) else None
+            stream, update = (None, None) if traced is None else self._branches(traced, h, out)
             values = statistics.block_statistics(h, out, update, stream)
-            if "branch" in self.kinds and trace.segments is not None and not trace.hidden:
+            if traced is not None and traced.segments is not None and not traced.hidden:
                 call.stage("branch", place, values[:2], h.shape)
             if "change" in self.kinds:
                 call.stage("change", place, values[2:], h.shape)
@@ -425,7 +432,7 @@ class Measurer:
         is_read = entering.before is trace.entered and entering.made.carry == 1.0
         return None if is_read else next(iter(streams.values())), sum(others, first)
 
-    def router(self, trace: BlockTrace, x: Tensor, returned: Any, routing: Routing) -> None:
+    def router(self, trace: Trace, x: Tensor, returned: Any, routing: Routing) -> None:
         """Measure what a router read and returned."""
         trace.has_router = True
         if "router" not in self.kinds or x.shape[-1] != routing.scores.shape[1]:
@@ -434,21 +441,21 @@ class Measurer:
             trace.call.absent[f"router_entropy {trace.layer}"] = "the router's weights are offloaded when it has run"
             return
         with torch.no_grad(), without_autocast(x.device):
-            scores = statistics.router_scores(routing, x.detach())
-            entropy = statistics.router_entropy(scores)
-            if reason := statistics.why_no_router_scores(scores, returned):
+            scores = router_scores(routing, x.detach())
+            entropy = router_entropy(scores)
+            if reason := why_no_router_scores(scores, returned):
                 trace.call.absent[f"router_entropy {trace.layer}"] = reason
                 return
         tokens = trace.entered.shape[:-1]
         tokens = tokens if math.prod(tokens) == len(entropy) else entropy.shape
         trace.call.stage("router", ("mlp", trace.layer), entropy[None], (*tokens, 1))
 
-    def experts(self, trace: BlockTrace, values: Any, routing: Routing) -> None:
+    def experts(self, trace: Trace, values: Any, routing: Routing) -> None:
         """Look for the experts that were taken in what a module of a mixture is given or returns; the first counts."""
         tokens = tuple(trace.entered.shape[:-1])
         if "load" not in self.kinds or trace.has_experts:
             return
-        chosen, what = statistics.taken_experts(values, math.prod(tokens), routing.experts), "expert_load_max"
+        chosen, what = taken_experts(values, math.prod(tokens), routing.experts), "expert_load_max"
         if chosen is None:
             reason = "no module of the mixture is given or returns the experts that each token takes"
             trace.call.absent[f"{what} {trace.layer}"] = reason
@@ -467,14 +474,14 @@ class Measurer:
             counts = [statistics.expert_counts(chosen, mask, experts) for mask in masks]
             call.stage("expert_counts", place, torch.stack(counts), (*tokens, 1))
 
-    def streams(self, trace: BlockTrace, state: Tensor, rule: nn.Module, kind: str) -> None:
+    def streams(self, trace: Trace, state: Tensor, rule: nn.Module, kind: str) -> None:
         """Measure the streams that a rule is about to mix."""
         with without_autocast(state.device):
             values = statistics.stream_statistics(rule, state)
         if values is not None:
             trace.call.stage("streams", (kind, trace.layer), values, (*state.shape[:-1], 1))
 
-    def attention(self, trace: BlockTrace, watch: AttentionWatch) -> None:
+    def attention(self, trace: Trace, watch: AttentionWatch) -> None:
         """Stage the statistics of the scores that a watched block computed."""
         call, place = trace.call, ("attn", trace.layer)
         found = watch.found(call.tokens.caller_rows())
@@ -486,7 +493,7 @@ class Measurer:
         shape = (*as_held(found.scores[:, 0, :, 0]).shape, 1)
         if "sink" in self.kinds and found.beside is not None and not found.no_sink:
             call.stage("sink", place, as_held(found.beside.mean(1)).reshape(1, -1), shape)
-        elif "sink" in self.kinds and found.no_sink != statistics.NO_SINK:  # then the metric does not apply
+        elif "sink" in self.kinds and found.no_sink != NO_SINK:  # then the metric does not apply
             call.absent[f"sink_share {trace.layer}"] = found.no_sink
         if "attention" not in self.kinds:
             return

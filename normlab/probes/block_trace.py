@@ -3,6 +3,8 @@
 A few rows of what they read and returned are kept while the block runs. No module name is involved: at the block's end
 `normlab.probes.decomposition` looks for the reading under which the residual stream adds up. Where none holds, no
 branch is measured, the norm that reads the block's input is named by what comes next, and the reason is kept.
+
+`KnownTrace`: the same of a block whose norms are known, where branches are not measured.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
 from normlab.probes.decomposition import BranchRun, NormRead, NormRun, Reading, Segment, find_reading
 from normlab.probes.forward_call import Call, LastBlock, Run
 from normlab.probes.layout import features_last, same_tensor
-from normlab.probes.sites import Block, Branch
+from normlab.probes.sites import Block, Branch, has_parts
 from normlab.probes.stream_sums import Rows, count_different
 
 FEW = 6  # different tokens below which a sum that is not a plain one may not be told
@@ -28,46 +31,36 @@ class KnownBlock:
     """A block, as earlier calls have shown it."""
 
     channels_first: bool
-    is_turned: bool | None  # PyTorch's attention in it takes (length, batch); None without one
+    takes_length_first: bool | None  # PyTorch's attention in it takes (length, batch); None without one
     length_first: bool | None = None  # it holds (length, batch), by what its attention has read; None: that is not told
     rearranges: bool = False  # its attention has read other rows
     sites: dict[NormRun, str] | None = None  # of its norms, once its stream has added up; of none that has two
     times: Counter[nn.Module] = field(default_factory=Counter)  # that each norm ran then
     lost: dict[str, str] = field(default_factory=dict)  # sites whose norm is not measured then, and why
-    failures: list[str] = field(default_factory=list)  # why it did not, one per call
+    failures: list[str] = field(default_factory=list)  # why its stream did not add up, one per call
     adding: set[nn.Module] = field(default_factory=set)  # norms that add two tensors and read the sum
     joins: bool = False  # it returns a branch and the residual apart: the stream is their sum
     writes: dict[bool, bool] = field(default_factory=dict)  # into its input in place; of inference tensors, of others
 
 
-class BlockTrace:
-    """One block during one forward pass. Holds a few of its activations until it ends.
+class _Trace:
+    """One block during one forward pass.
 
     Args:
         call, block, run: the call, the block that runs in it, and its run there.
         entered: the stream that it reads.
         known: what earlier calls told, and this one will add to.
-        keeps_branches: what branches add is measured. Otherwise nothing is traced once the norms' sites are known.
     """
 
-    def __init__(self, call: Call, block: Block, run: Run, entered: Tensor, known: KnownBlock, keeps_branches: bool):
+    def __init__(self, call: Call, block: Block, run: Run, entered: Tensor, known: KnownBlock):
         self.call, self.block, self.run, self.layer = call, block, run, run.layer
         self.width, self.known = entered.shape[-1], known
-        self.keeps_branches = keeps_branches
-        self.events: list[NormRead | BranchRun] = []
-        self.segments: tuple[Segment, ...] | None = None  # None: the stream was not found to add up
-        self.why = ""  # it was not
         self.lost: dict[str, str] = {}  # sites whose norm has run and is not measured, and why
         self.has_router = False  # that of a mixture has run
         self.has_experts = False  # the experts that it took are known
-        self._known_sites = None if keeps_branches else known.sites
-        self._known_reads: list[NormRead] = []  # at these sites
-        self._inputs: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
         self._times: Counter[nn.Module] = Counter()  # that each norm has run
-        self._sums: dict[nn.Module, Tensor | None] = {}  # norms that read two tensors, and the rows of their sum
         self.pair: LastBlock | None = None  # two tensors that it was given, until a norm has read one or their sum
         self.is_joined = False  # it was their sum
-        self._returned: Tensor | None = None  # the rows of what the block itself returns, before other hooks
         self._enter(entered)
 
     def _enter(self, x: Tensor) -> None:
@@ -75,14 +68,7 @@ class BlockTrace:
         self.wrote_into_input = False  # once the block has ended: then no update of it can be measured
         self._version = 0 if x.is_inference() else x._version
         self._may_write = self.known.writes.get(x.is_inference(), True)
-        self._rows = Rows(x) if self._known_sites is None or self._may_write else None
-
-    @property
-    def rows(self) -> Rows:
-        """A few tokens of what the block reads, and of other tensors."""
-        if self._rows is None:
-            self._rows = Rows(self.entered)
-        return self._rows
+        self._rows = Rows(x) if self._may_write else None
 
     def view(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """`x` with its features last: what a branch, or `norm`, reads or returns."""
@@ -100,10 +86,91 @@ class BlockTrace:
         if self._may_write:
             self.call.measured = None
 
+    def _begin_run(self, norm: nn.Module) -> int:
+        """How often a norm that is about to run had run before."""
+        if self._times:
+            self.forget_measured()
+        self._times[norm] += 1
+        return self._times[norm] - 1
+
+    def _note_writes(self) -> None:
+        """Note whether the block has written into its input: by PyTorch's count, which misses some, and by values."""
+        x, writes = self.entered, self.known.writes
+        is_counted = not x.is_inference() and x._version != self._version
+        is_seen = self._rows is not None and not self._rows.unchanged(x, self._rows.first)
+        self.wrote_into_input = is_counted or is_seen
+        writes[x.is_inference()] = self.wrote_into_input or writes.get(x.is_inference(), False)
+
+
+class KnownTrace(_Trace):
+    """A block of whose norms earlier calls have told the sites. Nothing else is looked for, and nothing kept."""
+
+    def __init__(self, call: Call, block: Block, run: Run, entered: Tensor, known: KnownBlock):
+        super().__init__(call, block, run, entered, known)
+        self.segments: tuple[Segment, ...] = ()
+        self.sites = known.sites or {}
+        self._reads: list[NormRead] = []  # at these sites
+
+    def _ignore(self, *_: Any) -> None:
+        """What `BlockTrace` keeps is not needed."""
+
+    note_sum = norm_done = branch_starts = branch_done = _ignore
+
+    def is_sum(self, norm: nn.Module, returned: Tensor) -> bool:
+        """True if a norm adds the two tensors that it reads."""
+        return norm in self.known.adding
+
+    def adds_up_to(self, out: Tensor) -> bool:
+        """False, as no reading is looked for."""
+        return False
+
+    def norm_starts(self, norm: nn.Module, x: Tensor) -> NormRead | None:
+        """Note that a norm is about to run; None if it is at no site."""
+        site = self.sites.get((norm, self._begin_run(norm)))
+        if site is None:
+            return None
+        self._reads.append(NormRead(norm, self.layer, site=site))
+        return self._reads[-1]
+
+    def finish(self, out: Tensor, is_joined: bool) -> None:
+        """Leave out norms that ran at another number of times than when their sites were found."""
+        self._note_writes()
+        self.lost = dict(self.known.lost)
+        others = {read.norm for read in self._reads if self._times[read.norm] != self.known.times[read.norm]}
+        for read in self._reads:
+            if read.norm in others and read.site is not None:
+                self.lost[read.site] = "the norm did not run as often as in the calls before"
+                read.site = None
+        if others:
+            self.sites = {run: site for run, site in self.sites.items() if run[0] not in others}
+            self.known.sites = None
+        self.run.sites = self.sites
+
+    release = _ignore
+
+
+class BlockTrace(_Trace):
+    """A block whose norms and branches are looked at, to find what each of them is.
+
+    Holds a few of its activations until it ends. keeps_branches: what branches add is measured.
+    """
+
+    def __init__(self, call: Call, block: Block, run: Run, entered: Tensor, known: KnownBlock, keeps_branches: bool):
+        super().__init__(call, block, run, entered, known)
+        self.keeps_branches = keeps_branches
+        self.events: list[NormRead | BranchRun] = []
+        self.segments: tuple[Segment, ...] | None = None  # None: the stream was not found to add up
+        self.why = ""  # it was not
+        self._inputs: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
+        self._sums: dict[nn.Module, Tensor | None] = {}  # norms that read two tensors, and the rows of their sum
+        self._returned: Tensor | None = None  # the rows of what the block itself returns, before other hooks
+
+    def _enter(self, x: Tensor) -> None:
+        super()._enter(x)
+        self.rows = self._rows = self._rows or Rows(x)  # a few tokens of what the block reads, and of other tensors
+
     def note_sum(self, norm: nn.Module, x: Tensor, residual: Tensor) -> None:
         """Note that a norm is about to read two tensors, which it may add (in place)."""
-        if self._known_sites is not None:
-            return
         views = (self.rows.of(self.view(value, norm)) for value in (x, residual))
         parts = [rows for rows in views if rows is not None]
         self._sums[norm] = parts[0] + parts[1] if len(parts) == 2 else None
@@ -123,27 +190,9 @@ class BlockTrace:
     def _read_to(self, last: Tensor) -> Reading | None:
         return find_reading(self.events, self.entered, last, self.rows)
 
-    @property
-    def has_known_sites(self) -> bool:
-        """True if the norms' sites are known, and nothing else is looked for."""
-        return self._known_sites is not None
-
-    def expects_nothing_of(self, norm: nn.Module) -> bool:
-        """True if what a norm returns is not needed, as the norms' sites are known."""
-        return self._known_sites is not None and norm not in self.known.adding
-
     def norm_starts(self, norm: nn.Module, x: Tensor) -> NormRead | None:
         """Note that a norm (or an activation outside the branches) is about to read `x`; None if it is at no site."""
-        if self._times:
-            self.forget_measured()
-        time = self._times[norm]
-        self._times[norm] += 1
-        if self._known_sites is not None:
-            site = self._known_sites.get((norm, time))
-            if site is None:
-                return None
-            self._known_reads.append(NormRead(norm, self.layer, site=site))
-            return self._known_reads[-1]
+        time = self._begin_run(norm)
         if x.shape[-1] != self.width:
             return None
         is_norm = norm not in self.block.activations
@@ -163,17 +212,14 @@ class BlockTrace:
 
     def branch_starts(self, x: Tensor, branch: Branch) -> None:
         """Note that a branch is about to read `x`."""
-        if self._known_sites is None:
-            view = self.view(x)
-            self._inputs[branch.module] = (view, self.rows.of(view))
+        view = self.view(x)
+        self._inputs[branch.module] = (view, self.rows.of(view))
 
     def branch_done(self, output: Tensor, branch: Branch) -> None:
         """Note what a branch has returned, or the part that holds it.
 
         The part counts when the branch's own output is no change of the stream.
         """
-        if self._known_sites is not None:
-            return
         output = self.view(output)
         self.rows.note_rounding(output)
         x, read = self._inputs.pop(branch.module, (None, None))
@@ -199,8 +245,6 @@ class BlockTrace:
     @property
     def sites(self) -> dict[NormRun, str]:
         """The sites of the block's norms, once it has ended."""
-        if self._known_sites is not None:
-            return self._known_sites
         return {(read.norm, read.time): read.site for read in self._reads if read.site is not None}
 
     # -- the block's end ---------------------------------------------------------------------------------------------
@@ -218,11 +262,6 @@ class BlockTrace:
         out: the stream that is passed on; `is_joined` where it is the sum of two tensors that the block returns.
         """
         self._note_writes()
-        if self._known_sites is not None:
-            self.segments, self.lost = (), dict(self.known.lost)
-            self._compare_times()
-            self.run.sites = self._known_sites
-            return
         self.rows.note_rounding(out)
         last, own = self.rows.of(out), None if is_joined else self._returned
         passed_on, reading = self._find_readings(last, own)
@@ -246,27 +285,6 @@ class BlockTrace:
             self.lost |= self.known.lost
             if len({norm for norm, _ in self.sites}) == len(self.sites):  # else branches that are dropped decide
                 self.known.sites, self.known.times = self.sites, self._times
-
-    def _compare_times(self) -> None:
-        """Leave out norms that ran at another number of times than when their sites were found."""
-        assert self._known_sites is not None
-        others = {read.norm for read in self._known_reads if self._times[read.norm] != self.known.times[read.norm]}
-        if not others:
-            return
-        for read in self._known_reads:
-            if read.norm in others and read.site is not None:
-                self.lost[read.site] = "the norm did not run as often as in the calls before"
-                read.site = None
-        self._known_sites = {run: site for run, site in self._known_sites.items() if run[0] not in others}
-        self.known.sites = None
-
-    def _note_writes(self) -> None:
-        """Note whether the block has written into its input: by PyTorch's count, which misses some, and by values."""
-        x, writes = self.entered, self.known.writes
-        is_counted = not x.is_inference() and x._version != self._version
-        is_seen = self._rows is not None and not self._rows.unchanged(x, self._rows.first)
-        self.wrote_into_input = is_counted or is_seen
-        writes[x.is_inference()] = self.wrote_into_input or writes.get(x.is_inference(), False)
 
     def _find_readings(self, last: Tensor | None, own: Tensor | None) -> tuple[Reading | None, Reading | None]:
         """The readings of what is passed on, and of the block itself: one, but where a hook has changed `own`."""
@@ -414,7 +432,7 @@ class BlockTrace:
             if not (same_tensor(event.out, x) if x is not None else self.rows.same(rows, last)):
                 return False
             if isinstance(event, BranchRun):
-                return not any(True for _ in event.branch.module.children())
+                return not has_parts(event.branch.module)
             x = event.x
         return False
 
@@ -422,6 +440,9 @@ class BlockTrace:
         """Let go of every activation: what was measured keeps the norms' reads, for their sites."""
         for read in self._reads:
             read.x = read.rows = read.out = read.out_rows = read.kept = None
+
+
+Trace = KnownTrace | BlockTrace
 
 
 def _branches(reading: Reading) -> set[Branch]:

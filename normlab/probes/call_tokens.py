@@ -41,6 +41,10 @@ UNTOLD = (
     "PyTorch's attention takes (length, batch), and what it reads does not tell whether the tokens are that or (batch, "
     "length): give it batch_first=True and (batch, length)"
 )
+# Keys of `absent`, or how they begin.
+PADDING_BY = "padding by "  # an argument that looks like a mask
+TOKENS_OF = "tokens "  # the shape of an activation of which it is not told which tokens count
+NO_FIRST = "mask no_first"  # it is not told which tokens are the first of their row
 OFFSETS = (1, 2)  # where positions begin that count from the padding's, as RoBERTa's; a later part begins further on
 
 
@@ -65,6 +69,7 @@ class CallTokens:
         length_first: the blocks hold (length, batch), as PyTorch's attention has shown; None: it has not.
         is_given_turned: the caller's tokens are (length, batch); None: they do not tell.
         is_untold: attention takes (length, batch), and whether the blocks and the caller do is not known.
+        unknown_masks: arguments that look like a mask and are not known for one, and what to do.
     """
 
     def __init__(self, inputs: CallInputs, mask_names: Sequence[str] = (), absent: dict[str, str] | None = None):
@@ -74,6 +79,7 @@ class CallTokens:
         self.length_first: bool | None = None
         self.is_given_turned: bool | None = False
         self.is_untold = False
+        self.unknown_masks: dict[str, str] = {}
         self._masks: dict[tuple[torch.device, tuple[int, ...]], Tensor | None] = {}
         # The caller's positions, and the same without padding, by (rows, tokens per row) and whether these are turned.
         self._counted: dict[tuple[tuple[int, int], bool | None], tuple[Tensor, Tensor]] = {}
@@ -150,7 +156,9 @@ class CallTokens:
 
     # -- how the blocks hold them ----------------------------------------------------------------------------------
 
-    def find_rows(self, x: Tensor, by_attention: bool | None, length_first: bool | None, rearranges: bool) -> None:
+    def find_rows(
+        self, x: Tensor, takes_length_first: bool | None, length_first: bool | None, rearranges: bool
+    ) -> None:
         """Find out whether the first block, which reads `x`, holds (length, batch), and whether the caller does.
 
         Attention tells the block's, where it reads the stream as the block does, or turned. The tokens tell whether the
@@ -158,7 +166,7 @@ class CallTokens:
 
         Args:
             x: what the block reads.
-            by_attention: PyTorch's attention in the block takes (length, batch); None without one.
+            takes_length_first: PyTorch's attention in the block takes (length, batch); None without one.
             length_first: the block holds (length, batch), as its attention has shown; None: it has not yet.
             rearranges: it has read other rows, so that it does not tell.
         """
@@ -173,15 +181,15 @@ class CallTokens:
         if tokens is not None:
             told = is_turned(tokens, x) if x.shape[0] == x.shape[1] else tokens.shape[:2] != x.shape[:2]
             is_same = None if told is None else not told
-        self._turned = by_attention if length_first is None else length_first
+        self._turned = takes_length_first if length_first is None else length_first
         if length_first is not None:
             is_unknown = tokens is not None and is_same is None and length_first
             self.is_given_turned = None if is_unknown else is_same is length_first
-        elif tokens is not None and by_attention and is_same is not False and not rearranges and max(x.shape[:-1]) > 1:
+        elif takes_length_first and tokens is not None and not (is_same is False or rearranges or max(self._held) < 2):
             self._turned, self.is_untold = False if is_same else None, True
         elif known is not None and tokens is known and is_same is not None and known.shape[:2] == x.shape[:2]:
             self._turned = not is_same
-        if by_attention is not None and length_first is None and not rearranges:
+        if takes_length_first is not None and length_first is None and not rearranges:
             self._awaited = x
 
     @property
@@ -362,7 +370,7 @@ class CallTokens:
                 self._masks[key] = layout.by_tokens(self._row_masks(device, layout, self.mask_names))
             except NormlabError as error:
                 self._masks[key] = None
-                self.absent["tokens " + " x ".join(map(str, tokens))] = str(error)
+                self.absent[TOKENS_OF + " x ".join(map(str, tokens))] = str(error)
         return self._masks[key]
 
     def _row_masks(self, device: torch.device, layout: Layout, names: Sequence[str]) -> Tensor:
@@ -380,7 +388,7 @@ class CallTokens:
             by_row = torch.tensor([name != "all" for name in names], device=device)[:, None, None]
             masks = masks & ~by_row
             if bool(by_row.any()):
-                self.absent["mask no_first"] = why
+                self.absent[NO_FIRST] = why
         return masks
 
     def _mask(self, rows: tuple[int, int]) -> Any:
@@ -408,10 +416,11 @@ class CallTokens:
             if x.shape not in (rows, rows[::-1]) or x.is_complex():
                 continue
             if bool(((x == 0) | (x == 1)).all() & (x == 0).any() & (x == 1).any()):
-                self.absent[f"padding by {name}"] = (
-                    f"all tokens count, as no mask was given by a known name: give mask={name!r} if non-zero is a "
-                    "token, or a function of the call"
+                self.unknown_masks[name] = (
+                    f"no mask was given by a known name: give mask={name!r} if non-zero is a token, or a function of "
+                    "the call"
                 )
+                self.absent[PADDING_BY + name] = f"all tokens count, as {self.unknown_masks[name]}"
 
     def counted_as_held(self) -> Tensor | None:
         """bool: which tokens count, in the two dimensions of what the first block reads. None if that is not told, or

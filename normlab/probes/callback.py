@@ -26,7 +26,7 @@ from normlab.probes.observe import (
     require_folder,
 )
 from normlab.probes.sites import sites
-from normlab.probes.statistics import real_numbers
+from normlab.probes.statistics import real_numbers, whole
 
 if TYPE_CHECKING:
     import pandas
@@ -57,8 +57,7 @@ class UpdateRatio:
         now, ratios = dict(self._model.named_parameters()), []
         for name, before in self._before.items():
             old, new = (real_numbers(x.detach()).float() for x in (before, now[name]))
-            norms = torch.linalg.vector_norm(new - old), torch.linalg.vector_norm(old)
-            step, size = (x.full_tensor() if isinstance(x, DTensor) else x for x in norms)  # of one split over ranks
+            step, size = (whole(torch.linalg.vector_norm(x)) for x in (new - old, old))
             ratios.append((step / size).masked_fill(size == 0, torch.nan))
         return dict(zip(self._before, torch.stack([r.cpu() for r in ratios]).tolist() if ratios else [], strict=True))
 

@@ -24,8 +24,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def is_packed() -> bool:
-    """True where a checkpoint that is not reentrant takes what is saved for the backward pass.
+def in_checkpoint() -> bool:
+    """True inside a checkpoint that is not reentrant: one that takes what is saved for the backward pass.
 
     Other hooks take it too, such as those of `save_on_cpu`. They repeat nothing.
     """
@@ -53,8 +53,8 @@ class Repeated:
         self._times: Counter[nn.Module] = Counter()  # that each norm has run
         self._out: Any = None
 
-    def site_of(self, norm: nn.Module) -> str | None:
-        """The site of a norm that runs now."""
+    def norm_starts(self, norm: nn.Module) -> str | None:
+        """Count a run of a norm. Its site; None if it is at none."""
         self._times[norm] += 1
         return self.run.sites.get((norm, self._times[norm] - 1))
 
@@ -67,7 +67,7 @@ class Repeated:
         return self._out is not None and same_tensor(self._out(), x)
 
 
-class _Running(threading.local):
+class _Repeating(threading.local):
     running: Repeated | None = None
 
 
@@ -76,13 +76,17 @@ class Checkpoints:
 
     Args:
         absent: where it is written what could not be told.
+
+    Attributes:
+        lost: layers of blocks of which it could not, at least once.
     """
 
     def __init__(self, absent: dict[str, str]) -> None:
         self._absent = absent
+        self.lost: set[int] = set()
         self._waiting: WeakSet[Call] = WeakSet()
         self._key = object()  # of our marks on nodes of the graph
-        self._local = _Running()
+        self._local = _Repeating()
 
     @property
     def running(self) -> Repeated | None:
@@ -95,7 +99,7 @@ class Checkpoints:
 
     def forget_running(self) -> None:
         """Let no repetition run on."""
-        self._local = _Running()
+        self._local = _Repeating()
 
     def mark(self, x: Tensor, call: Call, run: Run) -> None:
         """Have the node of the graph that made a block's output tell which run that was."""
@@ -130,6 +134,7 @@ class Checkpoints:
             which = "several" if found else "none"
             reason = f"a checkpoint repeats it on the input of {which} of the forward passes that wait for gradients"
             self._absent[f"gradients in {block.name}"], self._local.running = reason, None
+            self.lost.add(block.layer)
         elif begins or before is None or (before.run, before.task) != (found[0][1], task):
             self._local.running = Repeated(block, found[0][0], found[0][1], task)
         return self.running

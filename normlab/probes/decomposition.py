@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from normlab.probes.layout import same_tensor
 from normlab.probes.sites import Branch
-from normlab.probes.stream_sums import Explanation, Rows, contains, explain, is_lost, is_rearranged
+from normlab.probes.stream_sums import Rows, Sum, contains, explain, is_lost, is_rearranged
 
 NormRun = tuple[nn.Module, int]  # a norm, and how often it had run in the block before
 MOST_STEPS = 2000  # readings tried before a block is given up
@@ -79,7 +79,7 @@ class Segment:
     after: Tensor | None
     after_rows: Tensor
     runs: tuple[BranchRun, ...]
-    made: Explanation
+    made: Sum
 
     @property
     def hidden(self) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ class _Search:
     def after_branch(self, i: int, run: BranchRun, state: Reading) -> Iterator[Reading]:
         inner = None if state.pending else self.inner_norm(i, run)
         if inner is not None and inner.rows is not None and contains(inner.rows, state.rows):
-            made = Explanation("contained", (0,))  # the branch returns norm(x + f(x))
+            made = Sum("contained", (0,))  # the branch returns norm(x + f(x))
             whole = self.segment(self.with_run(state, run), inner.x, inner.rows, made)
             if whole is not None:
                 yield whole.with_stream_norm(inner, run.kind)
@@ -245,16 +245,16 @@ class _Search:
             # The block returns its very input, whatever its branches returned: gates and scales at 0.
             last = len(pending) - 1
             ends = tuple(i for i in range(len(pending)) if i == last or not pending[i + 1].continues)
-            made: Explanation | None = Explanation("added", ends, (0.0,) * len(ends))
+            made: Sum | None = Sum("added", ends, (0.0,) * len(ends))
         else:
             made = explain(state.rows, rows, [run.rows for run in pending], self.eps)
         if made is None and is_rearranged(state.rows, rows, pending[-1].out, self.eps):
-            made = Explanation("rearranged", (len(pending) - 1,))
+            made = Sum("rearranged", (len(pending) - 1,))
         elif made is None and is_lost(state.rows, rows, pending[-1].out, self.eps):
-            made = Explanation("rearranged", (len(pending) - 1,), (math.nan,))
+            made = Sum("rearranged", (len(pending) - 1,), (math.nan,))
         return None if made is None else self.segment(state, after, rows, made)
 
-    def segment(self, state: Reading, after: Tensor | None, rows: Tensor, made: Explanation) -> Reading | None:
+    def segment(self, state: Reading, after: Tensor | None, rows: Tensor, made: Sum) -> Reading | None:
         """The reading with one more segment; None if that leaves out a kind of branch that has run."""
         runs, used = [], set()
         for part in made.parts:

@@ -25,7 +25,7 @@ from normlab.errors import NormlabError
 from normlab.probes.call_inputs import CallInputs, TokenMask, call_arguments, given_mask, mask_by_row
 from normlab.probes.call_tokens import UNTOLD, CallTokens
 from normlab.probes.kept_pass import KeptPass
-from normlab.probes.layout import are_turned, is_turned, require_by_token, token_masks
+from normlab.probes.layout import is_turned, require_by_token, takes_length_first, token_masks
 from normlab.probes.passes import (
     Hook,
     Stream,
@@ -131,7 +131,7 @@ class Runner:
             if isinstance(labels, Tensor) and not labels.is_floating_point():
                 moved["labels"] = labels.long()  # as cross-entropy takes them
             moved |= self._made_of_labels(moved)
-            has_attention = are_turned(self.sites.blocks[0].module) is not None  # which tells how rows are held
+            has_attention = takes_length_first(self.sites.blocks[0].module) is not None  # which tells how rows are held
             if seen == 0 and (moved.keys() - _OF_TEXT or self._coder is not None or has_attention):
                 self._find_names(moved)
             seen += 1
@@ -196,9 +196,8 @@ class Runner:
             own = next((name for name, value in batch.items() if value is x and isinstance(x, Tensor)), known)
             if known not in batch and own != known:
                 self._own_names[known] = own
-        for place, why in call.absent.items():
-            if place.startswith("padding by ") and self.sites.mask is None:
-                raise NormlabError(f"{why.removeprefix('all tokens count, as ')}, to sites(model, ...)")
+        if tokens.unknown_masks and self.sites.mask is None:
+            raise NormlabError(f"{next(iter(tokens.unknown_masks.values()))}, to sites(model, ...)")
 
     def _find_unnamed(self, inputs: CallInputs, output: Any) -> None:
         """Find the tokens and labels that no module has under a known name.
@@ -398,7 +397,7 @@ class Runner:
         return tokens
 
     def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:
-        by_attention = bool(are_turned(self.sites.blocks[0].module))  # which may read it turned
+        by_attention = bool(takes_length_first(self.sites.blocks[0].module))  # which may read it turned
         given = (self._known(batch).get(name) for name in ("input_ids", "decoder_input_ids", "input"))
         texts = [ids for ids in given if isinstance(ids, Tensor) and ids.shape[:2] in (x.shape[:2], x.shape[1::-1])]
         if not texts:

@@ -10,11 +10,11 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from normlab.probes.attention_watch import AttentionWatch
 from normlab.probes.call_inputs import CallInputs, Entered, LossTokens
 from normlab.probes.call_tokens import CallTokens
 from normlab.probes.decomposition import NormRead, NormRun
 from normlab.probes.layout import Refusal, same_tensor
-from normlab.probes.statistics import AttentionWatch
 from normlab.probes.stream_sums import Rows
 
 GRADIENTS = "gradients"  # in `absent`: why gradients of a forward pass are left out
@@ -158,6 +158,7 @@ class Call:
         self.views: list[tuple[Tensor, int, list[Any]]] = []  # views with a gradient hook, their versions, their places
         self.is_awaited = self.is_reached = False  # a gradient may still come to it; one came
         self.waits = False  # a checkpoint will hand over tensors whose gradients are wanted
+        self.lost: set[Place] = set()  # where a gradient is left out
         self.staged: list[Staged] = []
         self.passes: dict[int, Any] = {}  # of several backward passes autograd's number, and what each is
         self._differentiated: set[Place] = set()
@@ -203,6 +204,11 @@ class Call:
         """Drop what was staged of a block's output and of its change of the stream."""
         places = (("block_out", layer), ("block", layer))
         self.staged = [staged for staged in self.staged if staged.where not in places]
+
+    def lose_gradient(self, place: Place, why: str) -> None:
+        """Note that the gradient at a place is left out."""
+        self.lost.add(place)
+        self.absent["{} {}".format(*place)] = why
 
     def first_gradients(self, gradients: Sequence[Staged]) -> tuple[list[Staged], set[Place]]:
         """The gradients at places that have one; and the places that had one before, and now again.

@@ -20,7 +20,7 @@ from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, Place, Staged
 from normlab.probes.layout import features_last
 from normlab.probes.returned_loss import HALF, is_half
-from normlab.probes.statistics import at_least_float32, without_autocast
+from normlab.probes.statistics import at_least_float32, whole, without_autocast
 
 
 class Pass(Enum):
@@ -199,8 +199,7 @@ def watch_loss(loss: Tensor | None, calls: Sequence[Call]) -> None:
         is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
         for call in calls:
             try:
-                whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # of a loss over ranks
-                of, value = _pass_of(call, is_retained), float(whole)
+                of, value = _pass_of(call, is_retained), float(whole(gradient))
             except Exception as error:  # the backward pass goes on
                 call.absent[GRADIENTS] = f"{type(error).__name__}: {error}"
                 continue

@@ -17,7 +17,7 @@ from normlab.probes.layout import Refusal
 _CALL: Any = nn.Module._call_impl
 
 
-class Hook:
+class RecorderHook:
     """A hook of the model. It ends no call, acts only while its recording is open, and does nothing in copies."""
 
     def __init__(self, recorder: Any = None, act: Callable | None = None):
@@ -37,11 +37,11 @@ class Hook:
             recorder.lose(call[0], error)
         return None
 
-    def __deepcopy__(self, memo: dict) -> Hook:
-        return Hook()
+    def __deepcopy__(self, memo: dict) -> RecorderHook:
+        return RecorderHook()
 
     def __reduce__(self) -> tuple:
-        return Hook, ()
+        return RecorderHook, ()
 
 
 class _Experiments(threading.local):

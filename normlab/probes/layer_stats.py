@@ -17,7 +17,7 @@ from torch import Tensor
 from normlab.errors import NormlabError
 from normlab.files import whole_file
 from normlab.probes.accumulate import merge_moments
-from normlab.probes.metrics import METRICS, Metric, site_order
+from normlab.probes.metrics import MASKS, METRICS, Metric, site_order
 from normlab.probes.statistics import FIXED_SHAPE, MERGE, READOUT
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ Key = tuple[str, int, str, str]  # site, layer, mask, statistic
 
 def manifest(where: Sites, metrics: Sequence[Metric], masks: Sequence[str], calls: int) -> dict[str, Any]:
     """Definitions, masks, loss normalizer, versions, and what was measured: all that a reader of the numbers needs."""
-    words = {"all": "padding excluded", "no_first": "padding and the first real token of every row excluded"}
     return {
         "model": type(where.model).__name__,
         "depth": where.depth,
@@ -43,7 +42,7 @@ def manifest(where: Sites, metrics: Sequence[Metric], masks: Sequence[str], call
         "sites": str(where).splitlines(),
         "forward_passes": calls,
         "metrics": {metric.name: metric.definition for metric in metrics},
-        "masks": {mask: words[mask] for mask in masks},
+        "masks": {mask: MASKS[mask].definition for mask in masks},
         "loss": "gradients are multiplied by the number of labels the loss averages over: they are of the summed loss",
         "versions": {"torch": str(torch.__version__)},
     }

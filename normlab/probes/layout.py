@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.metrics import MASKS
 
 COMPARED = 16  # rows and tokens on which it is found which is which
 _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d}
@@ -243,8 +243,8 @@ class Layout:
         return alike.movedim((1, 2), (1 + self.row, 1 + self.column)).reshape(len(masks), -1)
 
 
-def are_turned(block: nn.Module) -> bool | None:
-    """True if a block holds (length, batch, width), by PyTorch's attention in it; None without one."""
+def takes_length_first(block: nn.Module) -> bool | None:
+    """True if PyTorch's attention in a block takes (length, batch, width); None without one."""
     attention = next((m for m in block.modules() if isinstance(m, nn.MultiheadAttention)), None)
     return None if attention is None else not attention.batch_first
 
@@ -287,20 +287,20 @@ def is_read_turned(x: Tensor, read: Tensor) -> bool | None:
     return is_turned(*(functional.normalize(y - y.mean(-1, keepdim=True), dim=-1) for y in (a, b)))
 
 
-def own_layout(tokens: Sequence[int], is_turned: bool | None = None) -> Layout:
+def own_layout(tokens: Sequence[int], turned: bool | None) -> Layout:
     """The layout of an activation by its shape alone: its first dimension counts rows, unless its block tells."""
     if len(tokens) == 1:
         return Layout((1, tokens[0]))
     if len(tokens) == 2:
-        is_told = is_turned is not None or 1 in tokens
-        return Layout(tuple(tokens), 1, 0) if is_turned else Layout(tuple(tokens), is_told=is_told)
+        is_told = turned is not None or 1 in tokens
+        return Layout(tuple(tokens), 1, 0) if turned else Layout(tuple(tokens), is_told=is_told)
     return Layout((tokens[0], math.prod(tokens[1:])))
 
 
-def row_layout(tokens: Sequence[int], rows: tuple[int, int], is_turned: bool | None = None) -> Layout | None:
+def row_layout(tokens: Sequence[int], rows: tuple[int, int], turned: bool | None) -> Layout | None:
     """The layout under which an activation's tokens are the caller's (batch, length) `rows`, or None.
 
-    `is_turned` says whether they are (length, batch), where both are alike. Raises `NormlabError` when two different
+    `turned` says whether they are (length, batch), where both are alike. Raises `NormlabError` when two different
     ones fit.
     """
     tokens, count = tuple(tokens), len(tokens)
@@ -310,7 +310,7 @@ def row_layout(tokens: Sequence[int], rows: tuple[int, int], is_turned: bool | N
             "give batches of another size"
         )
     if tokens == rows == rows[::-1]:
-        return own_layout(tokens, is_turned)
+        return own_layout(tokens, turned)
     if tokens[:2] == rows:
         return Layout(tokens)
     if tokens[-2:] == rows:
@@ -339,10 +339,10 @@ def token_masks(
     attention_mask: Tensor | None,
     tokens: Sequence[int],
     device: torch.device,
-    names: Sequence[str] = tuple(MASKS),
-    cached: bool = True,
-    past_tokens: int = 0,
-    starts: Tensor | None = None,
+    names: Sequence[str],
+    cached: bool,
+    past_tokens: int,
+    starts: Tensor | None,
 ) -> Tensor:
     """The tokens that count, as (len(names), prod(tokens)) bool.
 
@@ -370,7 +370,7 @@ def token_masks(
         whole = attention_mask.to(device) != 0
         if whole.shape[0] != batch or whole.shape[1] < length or (whole.shape[1] > length and not cached):
             if bool(whole.all()):  # no padding, whatever the tokens are
-                return token_masks(None, tokens, device, names, past_tokens=past_tokens, starts=starts)
+                return token_masks(None, tokens, device, names, cached, past_tokens, starts)
             raise NormlabError(
                 f"attention_mask is {tuple(whole.shape)} but the activations hold {tuple(tokens)} tokens, so padding "
                 "cannot be told: leave out the mask and the padding"
@@ -393,8 +393,7 @@ def stream_of(block: nn.Module, state: Tensor, channels_first: bool) -> Tensor:
     enter = getattr(block, "enter", None)
     if enter is None:
         return features_last(state, channels_first)
-    from torch.distributed.fsdp import FSDPModule  # here, because they take a second to load
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.fsdp import FSDPModule  # here, because it takes a second to load
 
     split = isinstance(block, FSDPModule) and any(isinstance(weight, DTensor) for weight in block.parameters())
     if split:

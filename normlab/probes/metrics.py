@@ -12,11 +12,12 @@ max) over the counted tokens and merged by Chan's rule. No result depends on how
 
 `kind` says what the statistic is taken from:
 
-    activation  h at block_out, attn_norm_in, mlp_norm_in, final_norm_in
-    gradient    dLoss/dh at the same tensors, the blocks' inputs for their outputs
-    branch      what attention and MLP add, at sites attn, mlp, block
+    activation  h at block_out, and at what norms read: attn_norm_in, cross_norm_in, ..., final_norm_in
+    gradient    dLoss/dh at the same tensors; for block outputs, at the blocks' inputs
+    branch      what the branches add, at sites attn, cross, mixer, mlp, and all of them, at block
     change      h_l against h_{l-1}, at site block
-    attention   pre-softmax scores, at site attn; sink: the softmax's columns that are a learned sink's
+    attention   pre-softmax scores, at site attn; their entropy is staged apart, as `entropy`
+    sink        the softmax's columns that are a learned sink's, at site attn
     tanh        the argument of a norm's tanh; bounded: the same, where the norm has lambda and kappa
     carried     a statistic handed to a norm, not computed by it
     router      the scores of a mixture's router, at site mlp; load: the experts that it takes
@@ -77,12 +78,30 @@ SITES: dict[str, Site] = {
     )
 }
 GRADIENT_SITES = {site.of: site.name for site in SITES.values() if site.takes == "gradient"}
-MASKS = {"all": "all tokens", "no_first": "without each row's first token"}
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which tokens count: in plots, and in words."""
+
+    label: str
+    definition: str
+
+
+MASKS = {
+    "all": Mask("all tokens", "padding excluded"),
+    "no_first": Mask("without each row's first token", "padding and the first real token of every row excluded"),
+}
 
 
 def site_label(name: str) -> str:
     """A site's name in plots; the name itself for one that is not in the table, such as a parameter's."""
     return SITES[name].label if name in SITES else name
+
+
+def mask_label(name: str) -> str:
+    """A mask's name in plots; the name itself for one that is not in the table."""
+    return MASKS[name].label if name in MASKS else name
 
 
 def site_order(name: str) -> tuple[int, str]:
@@ -292,7 +311,7 @@ KIND_STATISTICS = {
     "branch": ("ratio", "cosine"),
     "change": ("change",),
     "attention": ("logit_max",),
-    "entropy": ("entropy",),  # of attention
+    "entropy": ("entropy",),  # of attention, where the largest score may not be known
     "sink": ("sink_share",),
     "bounded": ("saturated", "saturated_bound", "peak_bound"),
     "tanh": ("flat", "peak"),

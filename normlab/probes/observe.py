@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from normlab.errors import NormlabError
 from normlab.files import whole_file
 from normlab.probes.block_trace import KnownBlock
 from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
+from normlab.probes.call_tokens import NO_FIRST, PADDING_BY, TOKENS_OF
+from normlab.probes.layer_stats import COLUMNS as LAYER_COLUMNS
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
-from normlab.probes.record import GRADIENTS, Recorder, record
+from normlab.probes.record import GRADIENTS, IDLE, STREAM_AFTER, Recorder, record
 from normlab.probes.returned_loss import unsettled
 from normlab.probes.sites import Sites, sites
-from normlab.probes.statistics import real_numbers
+from normlab.probes.statistics import real_numbers, whole
 from normlab.probes.updates import METRICS as UPDATES
 from normlab.probes.updates import Updates
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
 DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean")
-COLUMNS = ["step", "site", "layer", "metric", "mask", "value"]
+COLUMNS = ["step", *LAYER_COLUMNS]
 KEEP = 64  # readings
 RECENT = 32  # readings before a spike in which its origin is sought
 PAST = 6  # readings whose median a reading is compared with
@@ -52,7 +53,7 @@ LEFT_OUT = {
     GRADIENTS: "gradients of a forward pass", "weights": "weights", "updates": "updates",
     "update_ratio": "update ratios",
 }  # fmt: skip
-MISLEADING = ("padding by ", "tokens ", "stream after ", "mask no_first")
+MISLEADING = (PADDING_BY, TOKENS_OF, NO_FIRST, STREAM_AFTER, IDLE)
 
 
 class LossSpikes:
@@ -336,8 +337,7 @@ def _rms(weight: Tensor) -> float:
     numbers = numbers.float() if numbers.itemsize == 1 else numbers  # of float8 PyTorch has no norm
     dtype = torch.float64 if numbers.dtype == torch.float64 else torch.float32  # PyTorch does not narrow
     norm = torch.linalg.vector_norm(numbers, dtype=dtype)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of a matrix split over ranks
-    return norm.item() / numbers.numel() ** 0.5
+    return whole(norm).item() / numbers.numel() ** 0.5
 
 
 def _starred(block: nn.Module) -> dict[str, str]:
@@ -490,7 +490,7 @@ class Observer:
         self.close()
         if step % self._every == 0:
             self._recorder = record(self.sites, self._metrics, loss_tokens=self._loss_tokens)
-            self._recorder.training_only, self._recorder.training_first = self._trains, True
+            self._recorder.training_only = True if self._trains else None
             self._recorder.forgives = True  # training goes first
             self._recorder.known |= self._known
             self._recorder.settled = self._settled
@@ -519,7 +519,7 @@ class Observer:
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             self._known = {module: known for module, known in recorder.known.items() if known.sites is not None}
-            self._trains |= recorder.trains
+            self._trains |= recorder.training_only is True
             try:
                 stats = recorder.stats(step=step)
             except NormlabError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import accumulate
@@ -180,6 +180,21 @@ def see_blocks(stream: Stream, run: Callable[[], Any], hook: Hook) -> None:
 
 
 @contextmanager
+def forwards(computing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """While active, these functions compute what modules return, in place of their own `forward`."""
+    own = {module: forward for module in computing if (forward := vars(module).get("forward")) is not None}
+    try:
+        for module, forward in computing.items():
+            vars(module)["forward"] = forward  # a wrapper may hand on what is set on it
+        yield
+    finally:
+        for module in computing:
+            vars(module).pop("forward", None)
+        for module, forward in own.items():
+            vars(module)["forward"] = forward
+
+
+@contextmanager
 def instead(*calls: tuple[nn.Module, Make], must_run: bool = True) -> Iterator[None]:
     """While active, modules compute nothing: each returns `make(args, kwargs)`, whatever hooks of others do to it.
 
@@ -192,25 +207,15 @@ def instead(*calls: tuple[nn.Module, Make], must_run: bool = True) -> Iterator[N
         ran.add(module)
         return make(args, kwargs)
 
-    forwards = [(module, vars(module).get("forward")) for module, _ in calls]
     own = [
         (module, lambda _, args, kwargs, output, make=make: make(args, kwargs))
         for module, make in calls
         if module._forward_hooks
     ]
-    try:
-        for module, make in calls:
-            vars(module)["forward"] = partial(replaced, module, make)  # a wrapper may hand on what is set on it
-        with hooked(*own):
-            yield
-        if must_run:
-            _require_run(module for module, _ in calls if module not in ran)
-    finally:
-        for module, forward in forwards:
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                vars(module)["forward"] = forward
+    with forwards({module: partial(replaced, module, make) for module, make in calls}), hooked(*own):
+        yield
+    if must_run:
+        _require_run(module for module, _ in calls if module not in ran)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -137,7 +138,7 @@ def _rounding(linear: Mapping[nn.Module, int], bits: int, part: str) -> Iterator
         ran.add(module)
         if part != "activations":
             weight = own[module] = module._parameters["weight"]
-            if not isinstance(weight, Tensor) or type(weight).__name__ == "DTensor" or module.weight is not weight:
+            if not isinstance(weight, Tensor) or isinstance(weight, DTensor) or module.weight is not weight:
                 raise NormlabError(
                     "a linear layer does not hold its whole weight, as in a sharded model: quantize it on one device"
                 )

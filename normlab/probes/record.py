@@ -15,18 +15,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from normlab.errors import NormlabError
-from normlab.probes.accumulate import Accumulator, Measurer
-from normlab.probes.block_trace import BlockTrace, KnownBlock
+from normlab.probes.accumulate import Measurer
+from normlab.probes.attention_watch import IN_ONE_PIECE, AttentionWatch, runs_in_one_piece
+from normlab.probes.block_trace import BlockTrace, KnownBlock, KnownTrace, Trace
 from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
-from normlab.probes.checkpoints import Checkpoints, in_backward, is_packed
+from normlab.probes.call_tokens import NO_FIRST, TOKENS_OF
+from normlab.probes.checkpoints import Checkpoints, in_backward, in_checkpoint
 from normlab.probes.decomposition import NormRead
-from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, Place
+from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, Place, Run
 from normlab.probes.gradients import watch_logits, watch_loss
-from normlab.probes.hooks import EXPERIMENTS, Hook, is_running, uncompiled
+from normlab.probes.hooks import EXPERIMENTS, RecorderHook, is_running, uncompiled
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
     Refusal,
-    are_turned,
     features_last,
     find_input,
     find_output,
@@ -37,11 +38,14 @@ from normlab.probes.layout import (
     outputs_of,
     replaced,
     stream_of,
+    takes_length_first,
 )
 from normlab.probes.metrics import GRADIENT_SITES, MASKS, Metric, resolve_metrics
 from normlab.probes.returned_loss import unsettled
+from normlab.probes.routing import Routing, routing_of
 from normlab.probes.sites import Block, Sites, sites
-from normlab.probes.statistics import IN_ONE_PIECE, AttentionWatch, Routing, mixers_of, routing_of, runs_in_one_piece
+from normlab.probes.statistics import mixers_of
+from normlab.probes.tally import Tally
 
 if TYPE_CHECKING:
     import pandas
@@ -51,7 +55,9 @@ NO_GRADIENT = "no gradient came to it: what it reads needs none, or the loss doe
 NOTHING_NEEDS = (
     "nothing that the blocks read needs one: it is frozen, and they run in reentrant checkpoints or under no_grad"
 )
+# Keys of `absent`, or how they begin.
 IDLE = "tokens of forward passes without a backward pass"
+STREAM_AFTER = "stream after "  # a block, of whose output the next one reads another tensor
 
 
 def record(
@@ -131,7 +137,7 @@ class _Running(threading.local):
     """What runs in a thread: the call and the block's trace, the modules entered on the way to the blocks."""
 
     call: Call | None = None
-    trace: BlockTrace | None = None
+    trace: Trace | None = None
     is_left_out = False  # the call is not measured
 
     def __init__(self) -> None:
@@ -147,17 +153,18 @@ class Recorder:
         norm_sites: norm -> (site, layer), once the model has run.
         branches: (kind, layer) -> {a module whose output is added: how}, once the model has run.
         absent: what could not be measured, and why.
+        latest: the latest call of the model: its arguments by the names that inner modules know, its mask.
         known: the blocks, as earlier calls have shown them.
         settled: how the loss averages its labels, as far as they have.
-        training_only: leave out calls of the model without gradients, such as an evaluation between two steps.
-        training_first: once there is a call with gradients, do so, and forget the calls before it.
-        trains: whether a call with gradients was measured.
+        training_only: leave out calls of the model without gradients, such as an evaluation between two steps. None:
+            from the first call with gradients on, and forget the calls before it.
         forgives: leave out what was asked and cannot be measured, instead of an error. So are gradients of calls whose
             loss does not say how many labels it averages over.
         is_open: the model is watched.
     """
 
-    training_only = training_first = trains = forgives = is_open = False
+    training_only: bool | None = False
+    forgives = is_open = False
 
     def __init__(self, where: Sites, metrics: Sequence[Metric], loss_tokens: LossTokens, masks: Sequence[str]):
         self.sites = where
@@ -166,7 +173,8 @@ class Recorder:
         self.absent: dict[str, str] = {}
         self._measurer = Measurer(metrics)
         self.branches = self._measurer.branches
-        self._accumulator = Accumulator(masks, self._measurer.statistics)
+        self._masks = tuple(masks)
+        self._tally = Tally(self._masks, self._measurer.statistics)
         self._has_gradients = "gradient" in self._measurer.kinds
         self._loss_tokens = loss_tokens
         self._handles: list[Any] = []
@@ -176,17 +184,10 @@ class Recorder:
         self._local = _Running()
         self._lock = threading.Lock()
         self._roots: list[Any] = []  # where `backward` ends, of each pass in a call
-        self._latest: Call | None = None
+        self.latest: Call | None = None
         self.known: dict[nn.Module, KnownBlock] = {}
         self.settled = unsettled()
         self._checkpoints = Checkpoints(self.absent)
-        self._finished: list[Call] = []
-        self._calls = 0
-        self._idle_calls = 0
-        self._layers = 0
-        self._loss_labels: float | Tensor = 0.0
-        self._layers_run: set[int] = set()
-        self._awaited, self._reached = 0, 0  # calls to which a gradient may still come, and to which one came
         self._has_failed = False  # something could not be measured
 
     # -- the context ---------------------------------------------------------------------------------------------
@@ -226,16 +227,16 @@ class Recorder:
             self._called(module, partial(self._leave_call, module), always=True)
         for block in self.sites.blocks:
             self._before(block.module, partial(self._block_in, block))
-            returned = Hook(self, partial(self._block_returned, block))
+            returned = RecorderHook(self, partial(self._block_returned, block))
             self._first.append(block.module.register_forward_hook(returned, with_kwargs=True, prepend=True))
             self._called(block.module, partial(self._block_out, block), always=measurer.watches_attention)
             for norm in dict.fromkeys((*block.norms, *block.inner_norms, *block.activations)):
                 self._before(norm, partial(self._norm_in, block))
                 self._called(norm, partial(self._norm_out, block, norm))
             for branch in block.branches:
-                self._read(block, branch.module, BlockTrace.branch_starts, branch)
+                self._read(block, branch.module, lambda trace, x, branch: trace.branch_starts(x, branch), branch)
                 for module in dict.fromkeys((branch.module, branch.whole)):
-                    self._returned(block, module, BlockTrace.branch_done, branch)
+                    self._returned(block, module, lambda trace, x, branch: trace.branch_done(x, branch), branch)
                 routing = routing_of(branch.whole) if branch.kind == "mlp" and {"router", "load"} & kinds else None
                 if routing is not None:
                     self._called(routing.scorer, partial(self._router_out, block, routing))
@@ -255,11 +256,11 @@ class Recorder:
                 self._before(module, self._look_up)
 
     def _before(self, module: nn.Module, act: Callable) -> None:
-        self._handles.append(module.register_forward_pre_hook(Hook(self, act), with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(RecorderHook(self, act), with_kwargs=True))
 
     def _called(self, module: nn.Module, act: Callable, always: bool = False) -> None:
         """Call `act(args, kwargs, output)` after a module."""
-        hook = Hook(self, lambda m, args, kwargs, output: act(args, kwargs, output))
+        hook = RecorderHook(self, lambda m, args, kwargs, output: act(args, kwargs, output))
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
 
     def _read(self, block: Block, module: nn.Module, act: Callable, *what: Any, find: Callable = find_input) -> None:
@@ -295,16 +296,6 @@ class Recorder:
     # -- the model's call ----------------------------------------------------------------------------------------
 
     @property
-    def mask_name(self) -> str | None:
-        """The argument that masks padding among the tokens of the latest call; None for what is no text."""
-        return None if self._latest is None else self._latest.tokens.mask_name
-
-    @property
-    def latest(self) -> Call | None:
-        """The latest call of the model: its arguments by the names that inner modules know, its mask."""
-        return self._latest
-
-    @property
     def _call(self) -> Call | None:
         return None if self._local.is_left_out else self._local.call
 
@@ -327,7 +318,7 @@ class Recorder:
             return True
         return False
 
-    def _trace_of(self, block: Block) -> BlockTrace | None:
+    def _trace_of(self, block: Block) -> Trace | None:
         """The run of a block, in a forward pass of the caller's; a checkpoint's recomputation is none."""
         local = self._local
         trace = local.trace
@@ -365,12 +356,11 @@ class Recorder:
                 "gradient metrics need a forward pass with gradients: "
                 "leave no_grad/inference_mode, or drop the grad_* metrics"
             )
-        if self.training_first and not self.trains and torch.is_grad_enabled():
+        if self.training_only is None and torch.is_grad_enabled():
             self._forget()
             self.training_only = True
-        self.trains |= torch.is_grad_enabled()
         self._flush()
-        self._local.call = self._latest = call = Call(self._accumulator.masks, implicit, inputs)
+        self._local.call = self.latest = call = Call(self._masks, implicit, inputs)
         call.inputs.mask, call.inputs.settled = self.sites.mask, self.settled
         return call
 
@@ -409,12 +399,9 @@ class Recorder:
         if complete:
             with self._lock:
                 for one in passes:
-                    self._finished.append(one)
+                    self._tally.end(one)
                     if one.waits:
                         self._checkpoints.wait_for(one)
-                    self._calls += bool(one.layer)
-                    self._idle_calls += not one.layer
-                    self._layers = max(self._layers, one.layer)
 
     def _watch_logits(self, call: Call, counting: Sequence[Call]) -> None:
         try:
@@ -488,7 +475,7 @@ class Recorder:
         if known is None:
             rows = [] if self._call is None else self._call.tokens.possible_rows()
             channels_first = is_channels_first(module, x, rows)
-            known = self.known.setdefault(module, KnownBlock(channels_first, are_turned(module)))
+            known = self.known.setdefault(module, KnownBlock(channels_first, takes_length_first(module)))
         if in_backward():  # a checkpoint runs the block again
             repeated = self._checkpoints.find(block, x, begins=True)
             if repeated is not None:
@@ -510,13 +497,13 @@ class Recorder:
         given = (*args, *kwargs.values())
         run = call.begin_layer(module, block.layer, x, any(v.ndim == x.ndim == 3 for v in others(x, given)))
         if is_first:
-            call.tokens.find_rows(x, known.is_turned, known.length_first, known.rearranges)
+            call.tokens.find_rows(x, known.takes_length_first, known.length_first, known.rearranges)
         if is_first and self._has_gradients:
             # `x` may be written to, and be another then; of a view autograd sees that in what it views.
             base = x._base if x._is_view() and x._base is not None and x._base.requires_grad else x
             root = get_gradient_edge(base) if base.requires_grad else base
-            if torch.is_grad_enabled() and not x.requires_grad and is_packed():
-                call.absent[f"block_in_grad {run.layer}"] = NO_START
+            if torch.is_grad_enabled() and not x.requires_grad and in_checkpoint():
+                call.lose_gradient(("block_in_grad", run.layer), NO_START)
             elif torch.is_grad_enabled() and not x.requires_grad:  # frozen: gradients must start here
                 read, root = x, x.detach().requires_grad_()
                 x = root.clone()  # a leaf may not be written to in place, its copy may
@@ -524,7 +511,7 @@ class Recorder:
             self._roots = [*self._roots, root] if call.earlier else [root]
         entered = stream_of(module, x, known.channels_first)
         call.running = run
-        trace = self._local.trace = BlockTrace(call, block, run, entered, known, "branch" in self._measurer.kinds)
+        trace = self._local.trace = self._begin_trace(call, block, run, entered, known)
         if not is_first:
             self._compare_with_last(trace, x, given)
         self._measurer.block_start(trace, x, self.sites.blocks[0].layer - 1 if is_first else None)
@@ -536,7 +523,14 @@ class Recorder:
                 call.watch.__enter__()
         return changed
 
-    def _compare_with_last(self, trace: BlockTrace, x: Tensor, given: tuple) -> None:
+    def _begin_trace(self, call: Call, block: Block, run: Run, entered: Tensor, known: KnownBlock) -> Trace:
+        """Trace a block: branches until the norms' sites are known, or always if what they add is measured."""
+        keeps_branches = "branch" in self._measurer.kinds
+        if known.sites is not None and not keeps_branches:
+            return KnownTrace(call, block, run, entered, known)
+        return BlockTrace(call, block, run, entered, known, keeps_branches)
+
+    def _compare_with_last(self, trace: Trace, x: Tensor, given: tuple) -> None:
         """Compare what a block reads with what the block before it returned."""
         call, last = trace.call, trace.call.last
         if last is None:
@@ -548,7 +542,7 @@ class Recorder:
             if self._settle_update(last, x, trace.entered, call):
                 return
             reason = f"{trace.block.name} reads another tensor than the one returned, of which is block_out"
-            call.absent[f"stream after block {last.run.layer}"] = reason
+            call.absent[f"{STREAM_AFTER}block {last.run.layer}"] = reason
         elif last.beside is not None and any(value is last.beside for value in given):
             trace.pair = last
 
@@ -557,7 +551,7 @@ class Recorder:
     ) -> None:
         """Note what a block itself returns, which other hooks may change."""
         trace = self._trace_of(block)
-        if trace is None or trace.has_known_sites:
+        if not isinstance(trace, BlockTrace):
             return
         x = find_output(output, hidden_state(args, kwargs, module).shape)
         if x is not None:  # else a hook may find the stream in it
@@ -660,7 +654,7 @@ class Recorder:
         return is_sum
 
     @staticmethod
-    def _attention_reads(trace: BlockTrace, x: Tensor, attention: nn.MultiheadAttention) -> None:
+    def _attention_reads(trace: Trace, x: Tensor, attention: nn.MultiheadAttention) -> None:
         """Find out by what PyTorch's attention reads how the first block holds its rows."""
         if trace.call.tokens.awaits_attention:
             known = trace.known
@@ -680,7 +674,7 @@ class Recorder:
 
     def _norm_out(self, block: Block, norm: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         trace = self._trace_of(block)
-        if trace is not None and trace.expects_nothing_of(norm):
+        if isinstance(trace, KnownTrace) and norm not in trace.known.adding:
             return
         x, out = find_input(args, kwargs), find_output(output)
         if x is None or out is None:
@@ -710,7 +704,7 @@ class Recorder:
                 self._measurer.norm_input(trace.call, read, x, view, kwargs.get("mean_square"), channels_first)
         elif in_backward():
             repeated = self._checkpoints.find(block, x, begins=False)
-            site = None if repeated is None or repeated.block is not block else repeated.site_of(norm)
+            site = None if repeated is None or repeated.block is not block else repeated.norm_starts(norm)
             if repeated is not None and site is not None:
                 place = (site, repeated.run.layer)
                 self._measurer.gradient(repeated.call, place, x, channels_first, norm, repeated=repeated)
@@ -773,21 +767,22 @@ class Recorder:
             NormlabError: nothing ran, or gradient metrics were asked for and no backward pass ran.
         """
         self._flush(is_last=True)
-        kinds = self._accumulator.kinds
-        if self.absent and (self._calls == 0 or not kinds):
-            places = sorted(self.absent, key=lambda place: not place.startswith("tokens "))
+        tally = self._tally
+        kinds = tally.accumulator.kinds
+        if self.absent and (tally.calls == 0 or not kinds):
+            places = sorted(self.absent, key=lambda place: not place.startswith(TOKENS_OF))
             raise NormlabError(f"nothing could be measured: {self.absent[places[0]]}")
-        if self._calls == 0:
+        if tally.calls == 0:
             why = "call the model (and backward, for grad_* metrics) inside record()"
-            if self._idle_calls:
+            if tally.idle_calls:
                 first = self.sites.blocks[0].name
                 why = (
                     f"the model ran, but no block like {first!r} did: take another stack from stacks(model), "
                     "and run the model outside of compiled functions"
                 )
             raise NormlabError(f"nothing was recorded: {why}")
-        has_reason = self._has_failed or any(place == GRADIENTS or "_grad " in place for place in self.absent)
-        if self._has_gradients and "gradient" not in kinds and not (self._awaited or has_reason) and self.forgives:
+        has_reason = self._has_failed or GRADIENTS in self.absent or bool(tally.lost)
+        if self._has_gradients and "gradient" not in kinds and not (tally.awaited or has_reason) and self.forgives:
             self.absent[GRADIENTS] = NOTHING_NEEDS
         elif self._has_gradients and "gradient" not in kinds and not has_reason:
             raise NormlabError(
@@ -796,47 +791,45 @@ class Recorder:
             )
         if "gradient" in kinds:
             self._note_what_no_gradient_reached()
-        moments, arrays = self._accumulator.results()
+        moments, arrays = tally.accumulator.results()
         moments = moments[~self._is_of_some_passes(moments)]
-        if "mask no_first" not in self.absent:
-            for site, layer, mask in self._accumulator.without_tokens():
+        if NO_FIRST not in self.absent:
+            for site, layer, mask in tally.accumulator.without_tokens():
                 self.absent[f"{site} {layer}, {mask}"] = "no token counted: all are padding, or the first of their row"
         names = tuple(metric.name for metric in self.metrics)
-        details = manifest(self.sites, self.metrics, self._accumulator.masks, self._calls)
-        details |= {"layers": self._layers, "absent": dict(self.absent)}
+        details = manifest(self.sites, self.metrics, self._masks, tally.calls)
+        details |= {"layers": tally.layers, "absent": dict(self.absent)}
         if self._has_gradients:
-            details["loss_tokens"] = float(self._loss_labels)
+            details["loss_tokens"] = float(tally.loss_labels)
         return LayerStats(moments, names, details, step, arrays)
 
     def _is_of_some_passes(self, moments: pandas.DataFrame) -> pandas.Series:
         """Which gradients lack passes: a checkpoint repeated a block, and its input did not tell in which pass."""
-        lost = [block.index for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
-        sites = [f"{kind}_norm_in_grad" for kind in ("attn", "cross", "mixer", "mlp")]
-        return moments["layer"].isin(lost) & moments["site"].isin(sites)
+        inside = [site for of, site in GRADIENT_SITES.items() if of not in ("block_in", "final_norm_in")]
+        return moments["layer"].isin(self._checkpoints.lost) & moments["site"].isin(inside)
 
     def _note_what_no_gradient_reached(self) -> None:
         """Give the reason where blocks have run and have no gradient, and note calls that no backward pass reached."""
+        tally = self._tally
         self.absent.pop(IDLE, None)
-        if self._awaited and self._reached:
+        if tally.awaited and tally.reached:
             words = "one that is skipped, is detached or is an evaluation with gradients counts as one of training"
-            self.absent[IDLE] = f"{self._awaited} of {self._awaited + self._reached} had none: {words}"
+            self.absent[IDLE] = f"{tally.awaited} of {tally.awaited + tally.reached} had none: {words}"
         if GRADIENTS in self.absent:
             return
-        lost = [block.index for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
-        read = {("block_in", layer) for layer in self._layers_run} | {*self.norm_sites.values()}
-        found = self._accumulator.places("gradient")
+        read = {("block_in", layer) for layer in tally.layers_run} | {*self.norm_sites.values()}
+        found = tally.accumulator.places("gradient")
         for site, layer in sorted(read):
             place = GRADIENT_SITES.get(site), layer
-            if place[0] is not None and place not in found and layer not in lost:
+            if place[0] is not None and place not in found and layer not in self._checkpoints.lost:
                 self.absent.setdefault(f"{place[0]} {layer}", NO_GRADIENT)
 
     def _forget(self) -> None:
         """Drop what was recorded so far."""
         with self._lock:
-            self._finished, self._calls, self._idle_calls = [], 0, 0
-            self._layers_run, self._awaited, self._reached = set(), 0, 0
+            self._tally = Tally(self._masks, self._measurer.statistics)
+            self._checkpoints.lost.clear()
             self.absent.clear()
-            self._accumulator = Accumulator(self._accumulator.masks, self._measurer.statistics)
 
     def _flush(self, is_last: bool = False) -> None:
         """Merge what finished calls measured, and the gradients that have arrived, into the running statistics.
@@ -844,21 +837,9 @@ class Recorder:
         A gradient to which a further backward pass may add waits, unless this `is_last`.
         """
         with self._lock:
-            calls, self._finished = self._finished, []
-            for call in calls:
-                self._accumulator.add(call, call.staged)
-                if self._has_gradients and call.layer and call.loss_tokens is not None:
-                    self._loss_labels = self._loss_labels + call.loss_tokens
-                    call.is_awaited = bool(call.watched) and not call.is_reached
-                    self._awaited += call.is_awaited
-                self._layers_run |= {run.layer for runs in call.runs.values() for run in runs}
+            for call in self._tally.take_finished():
+                self._tally.merge(call, self._has_gradients)
                 self.absent |= call.absent
-                call.staged = []
             for call, gradients in self._measurer.take_gradients(with_open=is_last).items():
-                self._awaited -= call.is_awaited
-                self._reached += not call.is_reached
-                call.is_awaited, call.is_reached = False, True
-                once, spoiled = call.first_gradients(gradients)
-                self._accumulator.add(call, once)
-                self._accumulator.forget("gradient", spoiled)
+                self._tally.merge_gradients(call, gradients)
                 self.absent |= call.absent

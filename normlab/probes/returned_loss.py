@@ -66,7 +66,7 @@ def _summed(logits: Tensor, normalizers: Tensor, labels: Tensor) -> tuple[float,
     return float((above - chosen).sum()), float((above.abs() + chosen.abs()).sum()), wanted.numel()
 
 
-class Reading(NamedTuple):
+class Averaging(NamedTuple):
     """A way in which a loss may average the cross-entropy of labels."""
 
     shifted: bool  # labels are of the next token
@@ -74,14 +74,14 @@ class Reading(NamedTuple):
     divisor: str  # "labels", "items" or "nothing"
 
 
-READINGS = frozenset(map(Reading._make, product((False, True), (False, True), ("labels", "items", "nothing"))))
+AVERAGINGS = frozenset(map(Averaging._make, product((False, True), (False, True), ("labels", "items", "nothing"))))
 # By the argument of labels, whether items are given, and how many other losses were returned further in.
-Settled = defaultdict[tuple[str, bool, int], set[Reading]]
+Settled = defaultdict[tuple[str, bool, int], set[Averaging]]
 
 
 def unsettled() -> Settled:
     """How a loss averages, before any call."""
-    return defaultdict(lambda: set(READINGS))
+    return defaultdict(lambda: set(AVERAGINGS))
 
 
 def _compared(
@@ -118,7 +118,7 @@ def labels_averaged(
     labels: Tensor,
     mask: Tensor | None = None,
     items: Tensor | float | None = None,
-    settled: set[Reading] | None = None,
+    settled: set[Averaging] | None = None,
 ) -> tuple[float, bool] | None:
     """Find N such that `loss` = summed token loss / N, and whether labels are shifted.
 
@@ -132,11 +132,11 @@ def labels_averaged(
         labels: (batch, length) or (batch,), -100 = none.
         mask: the attention mask, for losses that leave out padding.
         items: `num_items_in_batch`, when the caller gave it.
-        settled: the readings that fitted all calls before (at first `READINGS`). Others do not count, and those that
-            do not fit this call are removed.
+        settled: the ways that fitted all calls before (at first `AVERAGINGS`). Others do not count, and those that do
+            not fit this call are removed.
 
     Returns:
-        (N, shifted). None when no reading fits, or two of different N fit alike. N is NaN if the loss is not finite.
+        (N, shifted). None when no way fits, or two of different N fit alike. N is NaN if the loss is not finite.
         Without a label and with a loss of 0, N is `items` or 1: the gradients are 0.
     """
     value = float(loss)
@@ -145,7 +145,7 @@ def labels_averaged(
     if value == 0 and not bool((labels != IGNORED_LABEL).any()):
         return (1.0 if items is None else float(items)), True
     half = is_half(loss)
-    fits: dict[Reading, tuple[float, float]] = {}
+    fits: dict[Averaging, tuple[float, float]] = {}
     for scores, normalizers, wanted, shifted, skips in _compared(logits, labels.to(logits.device), mask):
         result = _summed(scores, normalizers, wanted)
         if result is None:
@@ -159,14 +159,14 @@ def labels_averaged(
             distance = abs(value * divisor - total)
             if distance <= close:
                 fit = distance / max(abs(total), 1e-30), divisor
-                fits |= {Reading(shifted, skip, name): fit for skip in skips}
-    if settled is not None and (fits or not half):  # half precision may miss its own reading
+                fits |= {Averaging(shifted, skip, name): fit for skip in skips}
+    if settled is not None and (fits or not half):  # half precision may miss its own way
         settled.intersection_update(fits)
-        fits = {reading: fits[reading] for reading in settled}
+        fits = {way: fits[way] for way in settled}
     if not fits:
         return None
-    best, reading = min((fit, reading) for reading, fit in fits.items())
+    best, way = min((fit, way) for way, fit in fits.items())
     others = [distance for distance, divisor in fits.values() if abs(divisor / best[1] - 1) > 1e-9]
     if others and min(others) <= APART * max(best[0], 1e-7):
         return None
-    return best[1], reading.shifted
+    return best[1], way.shifted

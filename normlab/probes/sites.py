@@ -306,13 +306,18 @@ def _largest_stack(model: nn.Module) -> list[nn.Module]:
 
 def _candidates(model: nn.Module) -> str:
     lists = [n for n, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential) and n]
-    parts = [(n, m) for n, m in model.named_children() if has_matrix(m) and any(True for _ in m.children())]
+    parts = [(n, m) for n, m in model.named_children() if has_matrix(m) and has_parts(m)]
     names = [f"{name}.*" if isinstance(part, _CONTAINERS) else name for name, part in parts]
     likely = [f"{name}.*" for name in lists] or names
     return f"pass blocks='<pattern>' (likely: {', '.join(likely[:5]) or 'none, it has no parts with weights'})"
 
 
 # -- what a module is ------------------------------------------------------------------------------------------------
+
+
+def has_parts(module: nn.Module) -> bool:
+    """True when the module holds others."""
+    return next(module.children(), None) is not None
 
 
 def has_matrix(module: nn.Module) -> bool:
@@ -367,7 +372,7 @@ def is_norm(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     if isinstance(module, _CONTAINERS) or _is_packed(module):
         return False
-    if any(True for _ in module.children()):
+    if has_parts(module):
         shell = shell_content(module)
         if (content := shell or _copied(module)) is None:
             return False
@@ -427,7 +432,7 @@ def kind_of(name: str, module: nn.Module) -> str | None:
 def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The named parts of a block, through wrappers and lists; a list's items keep the list's name."""
     content = shell_content(module)
-    if content is not None and not is_norm(module) and any(True for _ in content.children()):
+    if content is not None and not is_norm(module) and has_parts(content):
         return parts_of(content)
     parts: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
@@ -481,10 +486,10 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_block_list(module: nn.Module) -> bool:
-    """True for a list of modules of one class with a matrix, a norm and parts in each."""
+    """True for a list of modules of one class with a matrix and a norm in each."""
     items = list(module.children()) if _is_list(module) else []
     return len({type(item) for item in items}) == 1 and all(
-        has_matrix(item) and any(item.children()) and next(norms_below(item), None) is not None for item in items
+        has_matrix(item) and next(norms_below(item), None) is not None for item in items
     )
 
 
@@ -529,7 +534,7 @@ def stacks_of(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
     for name, module in model.named_modules():
         if not _is_list(module) or len(module) == 0:
             continue
-        if not all(has_matrix(item) and any(True for _ in item.children()) for item in module.children()):
+        if not all(has_matrix(item) and has_parts(item) for item in module.children()):
             continue
         if not any(name.startswith(f"{outer}.") or not outer for outer in stacks):
             stacks[name] = _flattened(name, dict(module.named_children()))

@@ -45,7 +45,7 @@ NOISE = 1e-9  # relative error of a fit in float64, whose normal equations have 
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Sum:
     """A change of the stream as a sum of branch outputs.
 
     Args:
@@ -140,7 +140,7 @@ def all_finite(*tensors: Tensor) -> bool:
     return math.isfinite(sum(float(x.sum()) for x in tensors))
 
 
-def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps: float) -> Explanation | None:
+def explain(before: Tensor, after: Tensor, outputs: Sequence[Tensor | None], eps: float) -> Sum | None:
     """Find how `after` comes from `before` and `outputs`, or None.
 
     The sum of all is tried first, then sums of fewer, then each alone, the latest first. Outputs that are zero are part
@@ -329,22 +329,22 @@ class _Sum:
         return tuple(c if known else math.nan for c, known in zip(factors.tolist(), is_known, strict=True))
 
 
-def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
+def _linear(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Sum | None:
     """`added` and `scaled`."""
     working = [o for o in outputs if bool(o.any())]
     left, allowed = reduce(torch.sub, working, after - before), _allowed([before, after, *working], eps)
     if size_of(left) <= allowed and (not working or size_of(left) <= 1e-4 * size_of(after - before)):
-        return Explanation("added", (), (1.0,) * len(outputs))
+        return Sum("added", (), (1.0,) * len(outputs))
     if working:
         added = _Sum(after, before, working, eps)
         for factors_of in (_ones, _fitted_factors) if size_of(left) <= allowed else (_fitted_factors,):
             for added.base_last in (False, True)[: len(working)]:
                 factors = factors_of(added)
                 if factors is not None:
-                    return Explanation("added", (), factors)
+                    return Sum("added", (), factors)
     factors = _fitted_factors(_Sum(after, torch.zeros_like(before), [before, *working], eps))
     if factors is not None and abs(factors[0]) * size_of(before) > 1e-3 * size_of(after):
-        return Explanation("scaled", (), factors[1:] or (1.0,), factors[0])
+        return Sum("scaled", (), factors[1:] or (1.0,), factors[0])
     return None
 
 
@@ -377,11 +377,11 @@ def _fitted_factors(made: _Sum) -> tuple[float, ...] | None:
     return made.told(factors, left, TOLD) if bool((factors.abs() > CLEAR * made.errors(left)).all()) else None
 
 
-def _contained(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
+def _contained(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Sum | None:
     if not _fits(after - outputs[0], [after], eps):
         return None
     # Trivially so where `after` is the branch's output itself: that must hold the stream as well.
-    return Explanation("contained", ()) if contains(after, before) else None
+    return Sum("contained", ()) if contains(after, before) else None
 
 
 def contains(after: Tensor, before: Tensor) -> bool:
@@ -416,7 +416,7 @@ def _row_by_row(before: Tensor, after: Tensor, output: Tensor, eps: float) -> tu
     return change, allowed, rows, torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
 
 
-def _fitted(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float, dim: int) -> Explanation | None:
+def _fitted(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float, dim: int) -> Sum | None:
     """`by feature` (`dim` 0) and `by token` (`dim` 1): one factor for each with which an output makes the change."""
     if before.shape[dim] < 6:
         return None
@@ -427,10 +427,10 @@ def _fitted(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float, di
     is_equal = _fits(factor * (o - o.mean(dim, keepdim=True)), sizes, eps)  # equal rows make any change
     if is_equal or not _fits(left, sizes, eps) or size_of(factor * o) <= max(4 * size_of(left), NOISE * size_of(after)):
         return None
-    return Explanation("by token", ()) if dim else Explanation("by feature", (), (factor[0],))
+    return Sum("by token", ()) if dim else Sum("by feature", (), (factor[0],))
 
 
-def _dropped(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Explanation | None:
+def _dropped(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -> Sum | None:
     if len(before) < 6:
         return None
     change, o = after - before, outputs[0]
@@ -439,5 +439,5 @@ def _dropped(before: Tensor, after: Tensor, outputs: list[Tensor], eps: float) -
         return None
     ratio = float((change[held] / o[held]).median())
     if ratio > 0 and _fits(torch.where(held, change - ratio * o, change), [before, after, o], eps):
-        return Explanation("dropped", (), (ratio,))
+        return Sum("dropped", (), (ratio,))
     return None

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from normlab.probes.sites import Sites
-from normlab.probes.statistics import real_numbers
+from normlab.probes.statistics import real_numbers, whole
 
 METRICS = ("update_ratio", "first_moment", "second_moment")
 SITE = "parameters"
@@ -128,5 +127,4 @@ def _squares(parameter: Tensor, options: dict[str, Any], state: dict[str, Any], 
     parameter, first, second = (real_numbers(x.detach()).float() for x in (parameter, *kept))
     first, root = first / (1 - beta1**t), (second / (1 - beta2**t)).sqrt()
     update = (t > before) * options["lr"] * first / (root + options["eps"])
-    sums = [x.square().sum() for x in (update, parameter, first, root)]
-    return torch.stack([x.full_tensor() if isinstance(x, DTensor) else x for x in sums])
+    return torch.stack([whole(x.square().sum()) for x in (update, parameter, first, root)])

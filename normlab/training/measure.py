@@ -17,8 +17,8 @@ With `store_all` a run also has these rows:
 | `validation_loss`, of runs that report the half "test" | eval | model | - | the last |
 | `file_loss`, `file_tokens` | eval | a held-out file's path | - | the last |
 
-Definitions are in `normlab.probes.ALL_METRICS`. The mean of `file_loss`, weighted by `file_tokens`, is the last
-held-out loss. Text that is not split by file has none.
+Definitions are in `normlab.probes.metrics.ALL_METRICS`. The mean of `file_loss`, weighted by `file_tokens`, is the
+last held-out loss. Text that is not split by file has none.
 """
 
 from __future__ import annotations

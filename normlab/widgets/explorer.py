@@ -36,7 +36,7 @@ from normlab.figures.profile import (
     theory_remark,
 )
 from normlab.figures.theme import message_figure, on_dark, style_of, template
-from normlab.probes.metrics import MASKS, metric_row, site_label
+from normlab.probes.metrics import mask_label, metric_row, site_label
 from normlab.widgets.plot import PageWidget, plotly_text, static_text, write_page
 
 _ABOUT = """Small language models that differ in their normalization and, at the rate best, in their learning rate. What
@@ -228,7 +228,7 @@ def _choices(profiles: Profiles, sites: Sequence[str] | None, references: Sequen
         for site in profiles.sites(metric):
             if sites is None or site in sites:
                 by_metric.setdefault(metric, []).append([site_label(site), site])
-                labelled = [[MASKS.get(mask, mask), mask] for mask in profiles.masks(metric, site)]
+                labelled = [[mask_label(mask), mask] for mask in profiles.masks(metric, site)]
                 masks[f"{site}|{metric}"] = labelled
     shown = shown_first(profiles.schemes)
     first = default_view(profiles, shown)

@@ -15,7 +15,7 @@ from normlab.errors import NormlabError
 from normlab.probes import METRICS, checkpoints, record
 from normlab.probes.gradients import BESIDE, NOT_RETURNED, TIMES_ZERO
 from normlab.probes.record import NO_GRADIENT, NO_START
-from normlab.probes.returned_loss import READINGS, labels_averaged
+from normlab.probes.returned_loss import AVERAGINGS, labels_averaged
 
 GRADIENTS = ["grad_l2_mean", "grad_l2_total"]
 EVERYTHING = list(METRICS)
@@ -479,7 +479,7 @@ def test_a_loss_is_a_mean_of_labels_within_its_own_rounding_only(logits, loss, l
     ],
 )
 def test_a_loss_averages_its_labels_in_one_way_in_all_calls(first, second, labels):
-    settled = set(READINGS)
+    settled = set(AVERAGINGS)
     labels_averaged(first, LOGITS, LABELS, settled=settled)
     averaged = labels_averaged(second, LOGITS, LABELS, settled=settled)
     assert (averaged and averaged[0]) == labels

@@ -327,7 +327,7 @@ def test_a_recorders_marks_and_calls_are_gone_with_the_graph():
     with record(model, ["grad_l2_mean"]) as rec:
         model(**batch_for("llama")).loss.backward()
     rec.stats()
-    gone = weakref.ref(rec._latest)
+    gone = weakref.ref(rec.latest)
     del rec
     gc.collect()
     assert gone() is None

@@ -69,7 +69,7 @@ def test_block_influence_keeps_its_digits_where_a_block_is_nearly_the_identity()
     x = torch.randn(50, 512)
     y = x + 1e-4 * torch.randn(50, 512)
     exact = 1 - cosine(x.double(), y.double())
-    assert torch.allclose(block_statistics(x, y, None)[2].double(), exact, rtol=2e-3)
+    assert torch.allclose(block_statistics(x, y, None, None)[2].double(), exact, rtol=2e-3)
     assert not torch.allclose((1 - cosine(x, y)).double(), exact, rtol=0.5)  # 0 or 6e-8 in float32
 
 
@@ -151,16 +151,16 @@ def test_affine_attention_is_measured_by_its_softmax_alone(implementation):
 
 
 def test_attention_scores_in_chunks_equal_those_in_one_piece(monkeypatch):
-    from normlab.probes import statistics
+    from normlab.probes import attention_watch
 
     query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
     mask = torch.rand(2, 1, 9, 9) > 0.3
     mask |= torch.eye(9, dtype=torch.bool)
-    reduce = statistics.AttentionWatch().reduce
-    whole = [reduce(statistics.score_chunks(query, key, key, m, is_causal=m is None)) for m in (None, mask)]
-    monkeypatch.setattr(statistics, "SCORE_CHUNK", 100)
+    reduce = attention_watch.AttentionWatch().reduce
+    whole = [reduce(attention_watch.score_chunks(query, key, key, m, is_causal=m is None)) for m in (None, mask)]
+    monkeypatch.setattr(attention_watch, "SCORE_CHUNK", 100)
     for m, expected in zip((None, mask), whole, strict=True):
-        found = reduce(statistics.score_chunks(query, key, key, m, is_causal=m is None))
+        found = reduce(attention_watch.score_chunks(query, key, key, m, is_causal=m is None))
         # A score near 0 is a sum of products near 1, and what is left depends on their order.
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 

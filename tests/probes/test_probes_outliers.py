@@ -110,7 +110,7 @@ def test_what_comes_nearest_to_a_rule_is_named_whether_it_is_found_or_not(batch)
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_attention_sinks_are_those_of_the_definition(batch, implementation, monkeypatch):
-    monkeypatch.setattr("normlab.probes.statistics.SCORE_CHUNK", 2000)  # several chunks of queries
+    monkeypatch.setattr("normlab.probes.attention_watch.SCORE_CHUNK", 2000)  # several chunks of queries
     model = planted()
     model.set_attn_implementation(implementation)
     found = normlab.attention_sinks(model, batch)

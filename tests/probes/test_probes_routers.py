@@ -8,7 +8,7 @@ from torch import nn
 
 from normlab.errors import NormlabError
 from normlab.probes import record, sites, stacks
-from normlab.probes.statistics import routing_of
+from normlab.probes.routing import routing_of
 
 ROUTING = ["router_entropy", "expert_load_max"]
 

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from normlab.errors import NormlabError
-from normlab.probes import attention_sinks, record, statistics
+from normlab.probes import attention_sinks, record
+from normlab.probes.attention_watch import AttentionWatch
 
 # (batch, heads, tokens, d_head)
 QUERY, KEY = 6 * torch.randn(2, 2, 3, 9, 8, generator=torch.Generator().manual_seed(0))
@@ -64,7 +65,7 @@ UNKNOWN = ("shifted in place", "masked after the shift", "product unseen, shifte
 @pytest.mark.parametrize("way", WAYS)
 def test_a_watch_has_the_scores_of_the_keys_or_says_that_it_has_not(way):
     expected = scored(QUERY, KEY).double()
-    with statistics.AttentionWatch() as watch:
+    with AttentionWatch() as watch:
         torch.softmax(WAYS[way](QUERY, KEY), dim=-1)
     found = watch.found([(2, 9)])
     assert found is not None and found.knows_size == (way not in UNKNOWN)
@@ -277,7 +278,7 @@ def test_a_block_that_attends_to_a_memory_alone_has_no_attention_over_its_tokens
 
 
 def test_a_softmax_over_as_many_streams_as_rows_and_tokens_is_no_attention():
-    with statistics.AttentionWatch() as watch:
+    with AttentionWatch() as watch:
         streams(4, 4)()
     assert watch.found([(4, 4)]) is None and "4 x 4 queries" in watch.unfit()
 

@@ -195,7 +195,7 @@ def test_autocast_does_not_round_the_statistics(batch):
 
 
 def test_autocast_does_not_round_recomputed_attention_scores():
-    from normlab.probes.statistics import AttentionWatch
+    from normlab.probes.attention_watch import AttentionWatch
 
     query, key = (torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(i)) for i in range(2))
     found = []
