@@ -38,6 +38,7 @@ from normlab.analysis.selection import (
     require_one_length,
     seeds_in_words,
     title_of,
+    width_of_most,
 )
 from normlab.analysis.verdicts import (
     DIFFERENT,
@@ -134,7 +135,11 @@ def _rates(chosen: Selection, depth: int) -> str:
 
 
 def apart(runs: pd.DataFrame) -> str:
-    """`extremes` in a sentence, at the depth of `deepest`; empty where two schemes share none."""
+    """`extremes` in a sentence, at the depth of `deepest` and the width of most runs.
+
+    Empty where two schemes share none.
+    """
+    runs = runs[runs["width"] == width_of_most(runs)]
     depth = deepest(runs)
     runs = runs[runs["depth"] == depth]
     found = extremes(runs)
@@ -298,7 +303,7 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
 
     Args:
         runs: the table of `normlab.load_runs`.
-        depth: default that of `deepest`.
+        depth: default that of `deepest`, at the width of most runs.
 
     Returns:
         One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
@@ -309,8 +314,8 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
         out is "left out", with the reason.
         `attrs["about"]` says in what the compared schemes were trained unlike.
     """
-    depth = deepest(runs) if depth is None else depth
-    width = int(runs.drop_duplicates("run")["width"].mode().iloc[0])  # as `choose` takes it
+    width = width_of_most(runs)
+    depth = deepest(runs[runs["width"] == width]) if depth is None else depth
     found = [_measured(runs, claim, depth, width) for claim in asked]
     rows = pd.concat([rows for rows, _ in found], ignore_index=True)
     of_few = rows["seeds"] < SEEDS  # they decide nothing: no intervals, and no part in Holm's family

@@ -204,7 +204,7 @@ def _select(
                 f"no run of {name!r} in the table, which has: {', '.join(in_order(known)) or 'no run at all'}"
             )
     # Among all schemes, so that rates and widths are those that figures show.
-    return chosen(runs, depth, width, same_rate=same_rate, summary=about)
+    return chosen(runs, depth, width, None, same_rate, about)
 
 
 def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:
