@@ -22,14 +22,13 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import WHERE, chosen_pair, pair_rows
-from normlab.analysis.quantities import DEEP, SIZE, last_values, quantity_row, values_of
+from normlab.analysis.quantities import DEEP, SIZE, last_values, mean_of, quantity_row, values_of
 from normlab.analysis.selection import (
     DIVERGED,
     LEFT_OUT,
     Selection,
     choose,
     deepest,
-    depths_of_most,
     experiments_of,
     has_learned,
     in_order,
@@ -115,8 +114,8 @@ def extremes(runs: pd.DataFrame) -> pd.DataFrame:
     found = []
     for when, step in MOMENTS:
         values = last_values(chosen, SIZE, step=step)
-        sizes = np.log(values["value"].where(values["value"] > 0)).groupby([values["depth"], values["scheme"]]).mean()
-        for depth, own in np.exp(sizes.dropna()).groupby(level="depth"):
+        sizes = values.groupby(["depth", "scheme"])["value"].agg(mean_of, metric=SIZE)
+        for depth, own in sizes[sizes > 0].groupby(level="depth"):
             if len(own) < 2:
                 continue
             high, low = own.idxmax()[1], own.drop(own.idxmax()).idxmin()[1]  # two schemes, also where all are alike
@@ -260,7 +259,7 @@ def depth_use(
     if rows.empty:
         raise NormlabError(f"no run has skip_delta_loss of {part}")
     if depth is None:
-        depth = max(depths_of_most(rows))
+        depth = deepest(rows)
     rows = of_one_setting(rows[rows["depth"] == depth])
     if rows.empty:
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from normlab.analysis.quantities import mean_over, on_scale
 from normlab.analysis.selection import MANY, NothingToShow, Selection, choose, depths_of_most, title_of
 from normlab.analysis.theory import predict_runs
 from normlab.analysis.verdicts import LEVEL, t_quantile, variance_over_seeds
@@ -295,16 +296,14 @@ class Profiles:
 
 
 def _over_seeds(values: np.ndarray, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Mean (geometric for sizes), smallest and largest seed by scheme, step and layer, and the number of seeds.
+    """`mean_over` seeds, smallest and largest one by scheme, step and layer, and the number of seeds.
 
     There are no bounds for a single seed.
     """
     finite = np.isfinite(values)
-    seeds, filled = finite.any(axis=3).sum(axis=1), finite.sum(axis=1)
-    there, undo = _on_scale(values, metric)
-    with np.errstate(invalid="ignore"):
-        mean = undo(np.where(finite, there, 0.0).sum(axis=1) / np.where(filled, filled, np.nan))
-    several = (filled > 0) & (seeds > 1)[:, :, None]
+    seeds = finite.any(axis=3).sum(axis=1)
+    mean = mean_over(values, metric_row(metric).is_ratio, axis=1)
+    several = finite.any(axis=1) & (seeds > 1)[:, :, None]
     low = np.where(several, np.where(finite, values, np.inf).min(axis=1, initial=np.inf), np.nan)
     high = np.where(several, np.where(finite, values, -np.inf).max(axis=1, initial=-np.inf), np.nan)
     return mean, low, high, seeds
@@ -315,7 +314,7 @@ def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray
 
     The interval is that of `normlab.analysis.verdicts.differences`.
     """
-    values, undo = _on_scale(values, metric)
+    values, undo = on_scale(values, metric_row(metric).is_ratio)
     gaps = values - values[reference]
     known = np.isfinite(gaps)
     seeds, counts = known.any(axis=3).sum(axis=1), np.where(known.any(axis=1), known.sum(axis=1), np.nan)
@@ -325,14 +324,6 @@ def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray
         half = t_quantile(LEVEL, freedom) * np.sqrt(variance / counts)
         half[reference] *= 0.0
         return undo(mean), undo(mean - half), undo(mean + half), seeds
-
-
-def _on_scale(values: np.ndarray, metric: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-    """Values on the scale on which they are averaged and compared, and the inverse: logarithms of sizes."""
-    if not metric_row(metric).is_ratio:
-        return values, np.asarray
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.log(values), np.exp
 
 
 def _relative_to_layer_one(layers: np.ndarray, values: np.ndarray) -> np.ndarray:
