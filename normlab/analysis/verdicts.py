@@ -125,9 +125,9 @@ def judged(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
     return rows
 
 
-def interval_in_words(rows: pd.DataFrame, level: float | None = None) -> str:
-    """What the intervals of `judged` are called, "95% interval": of their own level, or of the one given."""
-    return f"{100 * (level or rows.attrs.get(HAS_LEVEL, LEVEL)):g}% interval"
+def interval_in_words(rows: pd.DataFrame) -> str:
+    """What the intervals of `judged` are called, "95% interval": of their own level."""
+    return f"{100 * rows.attrs.get(HAS_LEVEL, LEVEL):g}% interval"
 
 
 def require_level(level: float) -> float:
