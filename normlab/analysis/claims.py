@@ -26,12 +26,12 @@ from normlab.analysis.quantities import DEEP, SIZE, last_values, mean_of, quanti
 from normlab.analysis.selection import (
     DIVERGED,
     LEFT_OUT,
-    Selection,
     choose,
     deepest,
     experiments_of,
     has_learned,
     in_order,
+    named_rates,
     of_one_setting,
     recipes_in_words,
     require_one_length,
@@ -119,18 +119,14 @@ def extremes(runs: pd.DataFrame) -> pd.DataFrame:
             if len(own) < 2:
                 continue
             high, low = own.idxmax()[1], own.drop(own.idxmax()).idxmin()[1]  # two schemes, also where all are alike
+            rates = named_rates(chosen.runs[chosen.runs["depth"] == depth])
             found.append(
-                {"depth": int(depth), "learning_rate": _rates(chosen, int(depth)), "when": when}
+                {"depth": int(depth), "learning_rate": rates, "when": when}
                 | {"largest": f"{title_of(high)} {own.max():.3g}", "smallest": f"{title_of(low)} {own.min():.3g}"}
                 | {"factor": round(own.max() / own.min(), 2)}
             )
     table = pd.DataFrame(found, columns=["depth", "learning_rate", "when", "largest", "smallest", "factor"])
     return table.sort_values(["depth", "when"], ascending=[True, False], ignore_index=True)
-
-
-def _rates(chosen: Selection, depth: int) -> str:
-    """The learning rate of one depth, or each with its schemes."""
-    return chosen.rate(depth).partition("learning rate")[2].strip(": ")
 
 
 def apart(runs: pd.DataFrame) -> str:

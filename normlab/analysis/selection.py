@@ -25,8 +25,8 @@ from normlab.runs import (  # noqa: F401  (for figures)
     DIVERGED,
     FINISHED,
     MEASURED_ON,
-    MODEL,
     NOT_LEARNED,
+    recipe_fields,
     rounded_rate,
 )
 from normlab.schemes import SCHEMES
@@ -121,7 +121,7 @@ def _require_one_recipe(runs: pd.DataFrame) -> None:
             raise NothingToShow(
                 f"Seeds of {scheme} at depth {depth} were trained unlike ({words}): keep the runs of one recipe."
             )
-    planned = _fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
+    planned = recipe_fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
     lengths = planned[["steps"]].assign(tokens=planned.prod(axis=1, skipna=False))
     known = runs.reindex(columns=["steps", "tokens"]).astype(float)  # fewer where a run was stopped early
     require_one_length(runs.assign(**known.fillna(lengths), status=runs.get("status", FINISHED)))
@@ -181,6 +181,12 @@ def seeds_in_words(counts: pd.Series) -> str:
 
 
 def rates_in_words(runs: pd.DataFrame) -> str:
+    """`named_rates`, with what they are: "learning rate 0.001", or "each scheme's learning rate: 0.001 (LNS), ..."."""
+    differ = runs.groupby("depth")["lr"].nunique().gt(1).any()
+    return ("each scheme's learning rate: " if differ else "learning rate ") + named_rates(runs)
+
+
+def named_rates(runs: pd.DataFrame) -> str:
     """The learning rate: one for all, one per depth, or each scheme's own; of many schemes the ends.
 
     Titles are separated by semicolons where one has a comma.
@@ -190,16 +196,14 @@ def rates_in_words(runs: pd.DataFrame) -> str:
     """
     rates = runs.groupby("depth")["lr"].unique()
     if any(len(own) > 1 for own in rates):
-        words = f"{runs['lr'].min():g} to {runs['lr'].max():g}"
-        if runs["scheme"].nunique() <= MANY:
-            by_rate = {lr: [*map(title_of, in_order(own))] for lr, own in runs.groupby("lr")["scheme"]}
-            between = separator(title for own in by_rate.values() for title in own)
-            named = ((lr, between.join(own)) for lr, own in by_rate.items())
-            words = ", ".join(f"{lr:g} ({titles})" for lr, titles in named)
-        return f"each scheme's learning rate: {words}"
+        if runs["scheme"].nunique() > MANY:
+            return f"{runs['lr'].min():g} to {runs['lr'].max():g}"
+        by_rate = {lr: [*map(title_of, in_order(own))] for lr, own in runs.groupby("lr")["scheme"]}
+        between = separator(title for own in by_rate.values() for title in own)
+        return ", ".join(f"{lr:g} ({between.join(own)})" for lr, own in by_rate.items())
     if runs["lr"].nunique() == 1:
-        return f"learning rate {runs['lr'].iloc[0]:g}"
-    return "learning rate " + ", ".join(f"{own[0]:g} at depth {at}" for at, own in rates.items())
+        return f"{runs['lr'].iloc[0]:g}"
+    return ", ".join(f"{own[0]:g} at depth {at}" for at, own in rates.items())
 
 
 def at_rate(runs: pd.DataFrame, rate: float | None) -> pd.DataFrame:
@@ -284,15 +288,8 @@ def unlike(recipes: pd.Series) -> pd.DataFrame:
 
 def _differing(recipes: pd.Series) -> pd.DataFrame:
     """`unlike`, with the fields that say on how many held-out blocks models were measured."""
-    fields = _fields(recipes)
+    fields = recipe_fields(recipes)
     return fields.loc[:, fields.nunique() > 1]
-
-
-def _fields(recipes: pd.Series) -> pd.DataFrame:
-    """The fields of recipes as text, one column each."""
-    rows = [dict(item.partition("=")[::2] for item in str(recipe).split()) for recipe in recipes]
-    fields = pd.DataFrame(rows, index=recipes.index)
-    return fields.fillna({name: "default" for name in fields if name.startswith(MODEL)})
 
 
 def unlike_in_words(recipes: pd.Series) -> str:
