@@ -294,7 +294,7 @@ class Profiles:
 def _over_seeds(values: np.ndarray, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """`mean_over` seeds, smallest and largest one by scheme, step and layer, and the number of seeds.
 
-    There are no bounds for a single seed.
+    There are no bounds for a single seed. A size of 0, which the mean of others leaves out, is the smallest.
     """
     finite = np.isfinite(values)
     seeds = finite.any(axis=3).sum(axis=1)
