@@ -406,7 +406,7 @@ def _compare(
         print(f"normlab: there is no folder runs here: these are the runs of {runs[0]}", file=sys.stderr)
     place: dict[str, Any] = {"site": site, "layer": layer, "mask": mask, "split": split, "step": step}
     table = compare(load(runs or "runs"), a, b, metric, depth=depth, width=width, level=level, **place)
-    print(report(table, level))
+    print(report(table))
     return 0
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -224,11 +224,7 @@ class Run:
 
     def _keys(self) -> dict[str, Any]:
         config = LATER_FIELDS | self.manifest["config"]
-        recipe = {name: _short(config[name]) for name in RECIPE if name in config}
-        measured = (name for name, needed in MEASURED_ON.items() if config.get(name) and config.get(needed))
-        recipe |= {name: _short(config[name]) for name in measured}
-        recipe |= {MODEL + name: _short(value, none="null") for name, value in sorted(config.get("model", {}).items())}
-        config["recipe"] = " ".join(f"{name}={text}" for name, text in recipe.items())
+        config["recipe"] = _recipe(config)
         keys = {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
         return keys | {"lr": rounded_rate(config["lr"])} if "lr" in config else keys
 
@@ -252,6 +248,24 @@ def _long(parts: Sequence[tuple[Run, pd.DataFrame, list[Row]]]) -> pd.DataFrame:
         runs += [run, run]
         tables += [stats, added.iloc[begin:end]]
     return _with_keys(runs, tables)
+
+
+def _recipe(config: Mapping[str, Any]) -> str:
+    """How a model was trained and measured, as text that `recipe_fields` reads: "steps=100 clip=1 model.kappa=2"."""
+    recipe = {name: _short(config[name]) for name in RECIPE if name in config}
+    measured = (name for name, needed in MEASURED_ON.items() if config.get(name) and config.get(needed))
+    recipe |= {name: _short(config[name]) for name in measured}
+    recipe |= {MODEL + name: _short(value, none="null") for name, value in sorted(config.get("model", {}).items())}
+    return " ".join(f"{name}={text}" for name, text in recipe.items())
+
+
+def recipe_fields(recipes: pd.Series) -> pd.DataFrame:
+    """The fields of recipes as text, one column each; a model field that a recipe lacks is "default" there."""
+    import pandas as pd
+
+    rows = [dict(item.partition("=")[::2] for item in str(recipe).split()) for recipe in recipes]
+    fields = pd.DataFrame(rows, index=recipes.index)
+    return fields.fillna({name: "default" for name in fields if name.startswith(MODEL)})
 
 
 def _short(value: Any, none: str = "default") -> str:

@@ -22,22 +22,22 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import WHERE, chosen_pair, pair_rows
-from normlab.analysis.quantities import DEEP, SIZE, last_values, quantity_row, values_of
+from normlab.analysis.quantities import DEEP, SIZE, last_values, mean_of, quantity_row, values_of
 from normlab.analysis.selection import (
     DIVERGED,
     LEFT_OUT,
-    Selection,
     choose,
     deepest,
-    depths_of_most,
     experiments_of,
     has_learned,
     in_order,
+    named_rates,
     of_one_setting,
     recipes_in_words,
     require_one_length,
     seeds_in_words,
     title_of,
+    width_of_most,
 )
 from normlab.analysis.verdicts import (
     DIFFERENT,
@@ -114,13 +114,14 @@ def extremes(runs: pd.DataFrame) -> pd.DataFrame:
     found = []
     for when, step in MOMENTS:
         values = last_values(chosen, SIZE, step=step)
-        sizes = np.log(values["value"].where(values["value"] > 0)).groupby([values["depth"], values["scheme"]]).mean()
-        for depth, own in np.exp(sizes.dropna()).groupby(level="depth"):
+        sizes = values.groupby(["depth", "scheme"])["value"].agg(mean_of, metric=SIZE)
+        for depth, own in sizes[sizes > 0].groupby(level="depth"):
             if len(own) < 2:
                 continue
             high, low = own.idxmax()[1], own.drop(own.idxmax()).idxmin()[1]  # two schemes, also where all are alike
+            rates = named_rates(chosen.runs[chosen.runs["depth"] == depth])
             found.append(
-                {"depth": int(depth), "learning_rate": _rates(chosen, int(depth)), "when": when}
+                {"depth": int(depth), "learning_rate": rates, "when": when}
                 | {"largest": f"{title_of(high)} {own.max():.3g}", "smallest": f"{title_of(low)} {own.min():.3g}"}
                 | {"factor": round(own.max() / own.min(), 2)}
             )
@@ -128,13 +129,12 @@ def extremes(runs: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values(["depth", "when"], ascending=[True, False], ignore_index=True)
 
 
-def _rates(chosen: Selection, depth: int) -> str:
-    """The learning rate of one depth, or each with its schemes."""
-    return chosen.rate(depth).partition("learning rate")[2].strip(": ")
-
-
 def apart(runs: pd.DataFrame) -> str:
-    """`extremes` in a sentence, at the depth of `deepest`; empty where two schemes share none."""
+    """`extremes` in a sentence, at the depth of `deepest` and the width of most runs.
+
+    Empty where two schemes share none.
+    """
+    runs = runs[runs["width"] == width_of_most(runs)]
     depth = deepest(runs)
     runs = runs[runs["depth"] == depth]
     found = extremes(runs)
@@ -255,7 +255,7 @@ def depth_use(
     if rows.empty:
         raise NormlabError(f"no run has skip_delta_loss of {part}")
     if depth is None:
-        depth = max(depths_of_most(rows))
+        depth = deepest(rows)
     rows = of_one_setting(rows[rows["depth"] == depth])
     if rows.empty:
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")
@@ -298,7 +298,7 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
 
     Args:
         runs: the table of `normlab.load_runs`.
-        depth: default that of `deepest`.
+        depth: default that of `deepest`, at the width of most runs.
 
     Returns:
         One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
@@ -309,8 +309,8 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
         out is "left out", with the reason.
         `attrs["about"]` says in what the compared schemes were trained unlike.
     """
-    depth = deepest(runs) if depth is None else depth
-    width = int(runs.drop_duplicates("run")["width"].mode().iloc[0])  # as `choose` takes it
+    width = width_of_most(runs)
+    depth = deepest(runs[runs["width"] == width]) if depth is None else depth
     found = [_measured(runs, claim, depth, width) for claim in asked]
     rows = pd.concat([rows for rows, _ in found], ignore_index=True)
     of_few = rows["seeds"] < SEEDS  # they decide nothing: no intervals, and no part in Holm's family

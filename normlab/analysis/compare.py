@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from normlab.analysis.quantities import QUANTITIES, quantity_row, values_of
-from normlab.analysis.selection import DIVERGED, Selection, checked, chosen, in_order, summarize
+from normlab.analysis.selection import DIVERGED, Selection, checked, chosen, in_order, require_one_text, summarize
 from normlab.analysis.verdicts import (
     LEVEL,
     bracketed,
@@ -24,7 +24,6 @@ from normlab.analysis.verdicts import (
     require_level,
 )
 from normlab.errors import NormlabError
-from normlab.probes.metrics import NGRAM_LOSSES
 
 WHERE: dict[str, Any] = {"site": None, "layer": None, "mask": "all", "split": None, "step": None}  # of `compare`
 
@@ -156,7 +155,8 @@ def chosen_pair(
         _require_measured(runs, wanted)
     if where["step"] is None:
         _require_same_length(own.runs, a, b)
-    _require_same_text(own.runs, a, b)
+    for _, here in own.runs.groupby("depth"):
+        require_one_text(here)
     return own
 
 
@@ -204,7 +204,7 @@ def _select(
                 f"no run of {name!r} in the table, which has: {', '.join(in_order(known)) or 'no run at all'}"
             )
     # Among all schemes, so that rates and widths are those that figures show.
-    return chosen(runs, depth, width, same_rate=same_rate, summary=about)
+    return chosen(runs, depth, width, None, same_rate, about)
 
 
 def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:
@@ -221,39 +221,12 @@ def _require_same_length(about: pd.DataFrame, a: str, b: str) -> None:
                 )
 
 
-def _require_same_text(about: pd.DataFrame, a: str, b: str) -> None:
-    """Refuse to compare runs whose losses are of another text or part of it, or in other tokens."""
-    for (depth, seed), group in about.groupby(["depth", "seed"], observed=True):
-        entropies = group.groupby("scheme")["unigram_entropy"].first().dropna().round(6)
-        if entropies.nunique() > 1:
-            raise NormlabError(
-                f"at depth {depth}, seed {seed}, {a} and {b} read another text or have another tokenizer (entropies of "
-                f"token frequencies {entropies[a]:.3f} and {entropies[b]:.3f}): their losses do not compare"
-            )
-        bigrams = group.groupby("scheme")["bigram_loss"].first().dropna().round(6)
-        if bigrams.nunique() > 1:
-            raise NormlabError(
-                f"at depth {depth}, seed {seed}, {a} and {b} were measured on other held-out text (losses of a bigram "
-                f"model {bigrams[a]:.3f} and {bigrams[b]:.3f}): their losses do not compare"
-            )
-    for depth, group in about.groupby("depth"):  # each seed of one text, and several texts among them
-        for column in NGRAM_LOSSES[:2]:
-            if len(texts := group[column].dropna().round(6).unique()) > 1:
-                raise NormlabError(
-                    f"at depth {depth}, seeds of {a} and {b} were measured on {len(texts)} texts or in other tokens "
-                    f"({column} {', '.join(f'{value:.3f}' for value in sorted(texts))}): keep those of one"
-                )
-
-
-def report(found: pd.DataFrame, level: float | None = None) -> str:
-    """The rows of `compare` as lines to print: what was compared, on which runs, and a line per depth.
-
-    level: of the intervals; default: the one that the rows were made with.
-    """
+def report(found: pd.DataFrame) -> str:
+    """The rows of `compare` as lines to print: what was compared, on which runs, and a line per depth."""
     first = found.iloc[0]
     ratio = first["kind"] == "ratio"
     shown = ("{:.4g}" if ratio else "{:+.4f}").format
-    cells = [["depth", "seeds", first["a"], first["b"], first["kind"], interval_in_words(found, level), ""]]
+    cells = [["depth", "seeds", first["a"], first["b"], first["kind"], interval_in_words(found), ""]]
     for row in found.itertuples():
         numbers = [f"{value:.4g}" for value in (row.mean_a, row.mean_b)]
         interval = bracketed(row.low, row.high, shown).strip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.selection import MANY, NothingToShow, Selection, choose, depths_of_most, title_of
+from normlab.analysis.quantities import mean_over, on_scale
+from normlab.analysis.selection import MANY, NothingToShow, Selection, choose, depths_of_most, summarize, title_of
 from normlab.analysis.theory import predict_runs
 from normlab.analysis.verdicts import LEVEL, t_quantile, variance_over_seeds
 from normlab.errors import NormlabError
@@ -80,7 +81,7 @@ class Profiles:
         configs: each run's configuration (`normlab.read_configs`), for theory's predictions.
 
     Attributes:
-        chosen: the runs that are shown, None where there are none.
+        chosen: the runs that are shown.
         missing: why nothing can be shown; empty otherwise.
         shared: by depth, the learning rate at which magnitudes are compared, where all schemes of the depth have one.
 
@@ -89,33 +90,29 @@ class Profiles:
     """
 
     def __init__(self, runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self.chosen: Selection | None = None
         self.missing = ""
-        self.shared: dict[int, float] = {}
         self._configs = configs or {}
-        self._places: dict[tuple[str, str, str, int], np.ndarray] = {}
-        self._columns, self._values = dict.fromkeys(_AXES, np.empty(0, dtype=np.int64)), np.empty(0)
         self._measured, self._by_step = cache(self._read), cache(self._compute)
         self._predictions = cache(self._predict)
-        self._at_rate = cache(lambda rate: Profiles(runs[self._is_width & (runs["lr"] == rate)], configs))
         try:
             self.chosen = choose(runs, depth=None)
-            one_rate = self.chosen.at_one_rate().runs.groupby("depth")["lr"].unique()
+            same_rate = self.chosen.at_one_rate()
         except NothingToShow as why:
             self.missing = str(why)
-            return
+            same_rate = self.chosen = Selection(runs[:0], summarize(runs)[:0])
+        one_rate = same_rate.runs.groupby("depth")["lr"].unique()
         self.shared = {int(depth): float(rates[0]) for depth, rates in one_rate.items() if len(rates) == 1}
-        self._is_width = runs["width"] == self.chosen.runs["width"].iloc[0]
-        measured = runs[self._is_width & runs["layer"].notna()]
-        rates = measured[["depth", "lr"]].drop_duplicates()
+        is_width = runs["width"].isin(self.chosen.runs["width"])
+        self._at_rate = cache(lambda rate: Profiles(runs[is_width & (runs["lr"] == rate)], configs))
+        rates = runs.loc[is_width & runs["layer"].notna(), ["depth", "lr"]].drop_duplicates()
         self._rates = {int(depth): sorted(here["lr"].tolist()) for depth, here in rates.groupby("depth")}
         table = self.chosen.table
         table = table[table["layer"].notna()]
         if table.empty:
-            self.missing = "No layer was measured in these runs."
+            self.missing = self.missing or "No layer was measured in these runs."
         # Positions of rows, not rows: a reader looks at few of some hundred combinations, and copying is slow.
         self._places = table.groupby(_KEY, observed=True).indices
-        self._columns |= {name: table[name].to_numpy(dtype=np.int64) for name in _AXES[1:]}
+        self._columns = {name: table[name].to_numpy(dtype=np.int64) for name in _AXES[1:]}
         self._columns["scheme"] = pd.Categorical(table["scheme"], self.schemes).codes
         self._values = table["value"].to_numpy(dtype=float)
         self._trained = set(self.chosen.runs[["scheme", "depth"]].itertuples(index=False, name=None))
@@ -125,11 +122,11 @@ class Profiles:
 
     @property
     def schemes(self) -> list[str]:
-        return self.chosen.schemes if self.chosen else []
+        return self.chosen.schemes
 
     @property
     def depths(self) -> list[int]:
-        return self.chosen.depths if self.chosen else []
+        return self.chosen.depths
 
     def rates(self, depth: int) -> list[float]:
         """The learning rates of the runs of a depth, small first."""
@@ -221,7 +218,7 @@ class Profiles:
 
     def _predict(self, depth: int) -> dict[tuple[str, str, str], dict[str, tuple[np.ndarray, np.ndarray]]]:
         """Theory's profiles for a depth: by (site, metric, mask) and scheme, (layers, values)."""
-        rows = predict_runs(self.chosen.runs, depth, self._configs) if self.chosen else None
+        rows = predict_runs(self.chosen.runs, depth, self._configs)
         found: dict[tuple[str, str, str], dict[str, tuple[np.ndarray, np.ndarray]]] = {}
         if rows is not None:
             for key, part in rows.groupby(["site", "metric", "mask", "scheme"]):
@@ -252,8 +249,8 @@ class Profiles:
         return [] if here.missing else here._unlike(view.depth, view.schemes)
 
     def _say_unlike(self, depth: int, schemes: tuple[str, ...]) -> list[str]:
-        own = self.chosen.of(depth, schemes) if self.chosen else None
-        return [] if own is None or own.runs.empty else [*filter(None, (own.precision(), own.recipes()))]
+        own = self.chosen.of(depth, schemes)
+        return [] if own.runs.empty else [*filter(None, (own.precision(), own.recipes()))]
 
     def remarks(self, view: View) -> list[str]:
         """Remarks on the schemes of a view, shown or missing: one short sentence each."""
@@ -295,16 +292,14 @@ class Profiles:
 
 
 def _over_seeds(values: np.ndarray, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Mean (geometric for sizes), smallest and largest seed by scheme, step and layer, and the number of seeds.
+    """`mean_over` seeds, smallest and largest one by scheme, step and layer, and the number of seeds.
 
-    There are no bounds for a single seed.
+    There are no bounds for a single seed. A size of 0, which the mean of others leaves out, is the smallest.
     """
     finite = np.isfinite(values)
-    seeds, filled = finite.any(axis=3).sum(axis=1), finite.sum(axis=1)
-    there, undo = _on_scale(values, metric)
-    with np.errstate(invalid="ignore"):
-        mean = undo(np.where(finite, there, 0.0).sum(axis=1) / np.where(filled, filled, np.nan))
-    several = (filled > 0) & (seeds > 1)[:, :, None]
+    seeds = finite.any(axis=3).sum(axis=1)
+    mean = mean_over(values, metric_row(metric).is_ratio, axis=1)
+    several = finite.any(axis=1) & (seeds > 1)[:, :, None]
     low = np.where(several, np.where(finite, values, np.inf).min(axis=1, initial=np.inf), np.nan)
     high = np.where(several, np.where(finite, values, -np.inf).max(axis=1, initial=-np.inf), np.nan)
     return mean, low, high, seeds
@@ -315,7 +310,7 @@ def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray
 
     The interval is that of `normlab.analysis.verdicts.differences`.
     """
-    values, undo = _on_scale(values, metric)
+    values, undo = on_scale(values, metric_row(metric).is_ratio)
     gaps = values - values[reference]
     known = np.isfinite(gaps)
     seeds, counts = known.any(axis=3).sum(axis=1), np.where(known.any(axis=1), known.sum(axis=1), np.nan)
@@ -325,14 +320,6 @@ def _paired(values: np.ndarray, reference: int, metric: str) -> tuple[np.ndarray
         half = t_quantile(LEVEL, freedom) * np.sqrt(variance / counts)
         half[reference] *= 0.0
         return undo(mean), undo(mean - half), undo(mean + half), seeds
-
-
-def _on_scale(values: np.ndarray, metric: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-    """Values on the scale on which they are averaged and compared, and the inverse: logarithms of sizes."""
-    if not metric_row(metric).is_ratio:
-        return values, np.asarray
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.log(values), np.exp
 
 
 def _relative_to_layer_one(layers: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -367,7 +354,7 @@ def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> Vi
     Raises:
         NormlabError: a scheme that the table does not have.
     """
-    if profiles.chosen is None or profiles.missing:
+    if profiles.missing:
         return None
     unknown = [name for name in schemes or () if name not in profiles.schemes]
     if unknown:

@@ -33,7 +33,7 @@ COLUMNS = {
 }
 
 # Quantity that papers and runs both have -> the metric of a run.
-QUANTITIES = {"perplexity": "loss", "token_l2_mean": "token_l2_mean", "feature_var_mean": "feature_var_mean"}
+SHARED = {"perplexity": "loss", "token_l2_mean": "token_l2_mean", "feature_var_mean": "feature_var_mean"}
 HERE = "here"
 PRINTED = ("train_loss", "eval_loss", "perplexity", "perplexity_finetuned", "accuracy_mean", "accuracy_mean_finetuned")
 
@@ -86,14 +86,15 @@ def ratios_to(base: str, runs: pd.DataFrame, published: pd.DataFrame) -> pd.Data
     that all schemes of a depth share. Perplexities are compared at each scheme's own rate, as in the papers.
 
     Returns:
-        Columns `quantity source model scheme ratio low high seeds`. source: "here", or paper and table. model: "depth
-        16", or the paper's. low, high: our interval, or the reading error's for values read off a plot; else missing.
+        Columns `quantity source model depth scheme ratio low high seeds`. source: "here", or paper and table. model:
+        "depth 16", or the paper's. low, high: our interval, or the reading error's for values read off a plot; else
+        missing.
     """
-    known = published[published["metric"].isin(QUANTITIES) & published["scheme"].notna()]
+    known = published[published["metric"].isin(SHARED) & published["scheme"].notna()]
     theirs = [_their_ratios(rows, base) for _, rows in known.groupby(["paper", "where", "model", "metric"])]
     own = choose(runs, depth=None)
     one_rate = own.at_one_rate()
-    ours = [_our_ratios(q, metric, own if metric == "loss" else one_rate, base) for q, metric in QUANTITIES.items()]
+    ours = [_our_ratios(q, metric, own if metric == "loss" else one_rate, base) for q, metric in SHARED.items()]
     tables = [rows for rows in (*ours, *theirs) if len(rows)]
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
@@ -104,7 +105,7 @@ def _their_ratios(rows: pd.DataFrame, base: str) -> pd.DataFrame:
         return pd.DataFrame()
     first, others = own.iloc[0], rows[rows["scheme"] != base]
     ratio, error = others["value"] / first["value"], others["relative_error"]
-    table = others[["model", "scheme"]].assign(quantity=first["metric"], ratio=ratio, seeds=pd.NA)
+    table = others[["model", "depth", "scheme"]].assign(quantity=first["metric"], ratio=ratio, seeds=pd.NA)
     table["source"] = others["paper"] + ", " + others["where"]
     return table.assign(low=ratio * (1 - error) / (1 + error), high=ratio * (1 + error) / (1 - error))
 
@@ -119,7 +120,8 @@ def _our_ratios(quantity: str, metric: str, chosen: Selection, base: str) -> pd.
     found[["ratio", "low", "high"]] = np.exp(ends) if metric == "loss" else ends
     found["model"] = [f"depth {depth}" for depth in found["depth"]]
     found = found.rename(columns={"a": "scheme"}).assign(quantity=quantity, source=HERE)
-    return found.loc[found["ratio"].notna(), ["scheme", "seeds", "quantity", "source", "ratio", "low", "high", "model"]]
+    columns = ["scheme", "seeds", "quantity", "source", "ratio", "low", "high", "model", "depth"]
+    return found.loc[found["ratio"].notna(), columns]
 
 
 def _read(file: Path) -> pd.DataFrame:

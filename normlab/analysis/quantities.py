@@ -43,15 +43,29 @@ def quantity_row(name: str) -> Metric:
     return QUANTITIES.get(name) or metric_row(name)
 
 
+def on_scale(values: np.ndarray, is_ratio: bool) -> tuple[np.ndarray, Callable[[Any], Any]]:
+    """Values on the scale on which they are averaged and compared, and the inverse: logarithms of sizes.
+
+    What has no place there is missing: what is not finite, and a size that is not positive. So a seed whose size is 0
+    does not count.
+    """
+    known = np.isfinite(values) & (values > 0 if is_ratio else True)
+    there = np.where(known, values, np.nan)
+    return (np.log(there), np.exp) if is_ratio else (there, np.asarray)
+
+
+def mean_over(values: np.ndarray, is_ratio: bool, axis: int = 0) -> np.ndarray:
+    """The mean over an axis of what is there (`on_scale`): geometric for sizes, NaN for none, of zeros alone 0."""
+    there, undo = on_scale(values, is_ratio)
+    known = np.isfinite(there)
+    with np.errstate(invalid="ignore"):
+        mean = undo(np.where(known, there, 0.0).sum(axis) / known.sum(axis))
+    return np.where(np.isnan(mean) & (values == 0).any(axis), 0.0, mean)
+
+
 def mean_of(values: pd.Series, metric: str) -> float:
-    """The mean of a quantity's or a metric's values: geometric for positive sizes, NaN for none."""
-    numbers = values.to_numpy(float)
-    if not len(numbers):
-        return float("nan")
-    if not quantity_row(metric).is_ratio:
-        return float(numbers.mean())
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.exp(np.log(numbers).mean()))
+    """`mean_over` of a quantity's or a metric's values."""
+    return float(mean_over(values.to_numpy(float), quantity_row(metric).is_ratio))
 
 
 def values_of(chosen: Selection, name: str, **where: Any) -> pd.DataFrame:

@@ -25,8 +25,8 @@ from normlab.runs import (  # noqa: F401  (for figures)
     DIVERGED,
     FINISHED,
     MEASURED_ON,
-    MODEL,
     NOT_LEARNED,
+    recipe_fields,
     rounded_rate,
 )
 from normlab.schemes import SCHEMES
@@ -121,29 +121,37 @@ def _require_one_recipe(runs: pd.DataFrame) -> None:
             raise NothingToShow(
                 f"Seeds of {scheme} at depth {depth} were trained unlike ({words}): keep the runs of one recipe."
             )
-    planned = _fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
+    planned = recipe_fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
     lengths = planned[["steps"]].assign(tokens=planned.prod(axis=1, skipna=False))
     known = runs.reindex(columns=["steps", "tokens"]).astype(float)  # fewer where a run was stopped early
     require_one_length(runs.assign(**known.fillna(lengths), status=runs.get("status", FINISHED)))
 
 
 def depths_of_most(table: pd.DataFrame) -> list[int]:
-    """The depths at which most schemes of a table were run, shallow first."""
-    counts = table.groupby("depth")["scheme"].nunique()
-    return sorted(int(depth) for depth in counts.index[counts == counts.max()])
+    """The depths at which most schemes of a table were run, shallow first.
 
-
-def deepest(table: pd.DataFrame) -> int:
-    """The deepest depth at which three schemes or more were run, with half as many schemes as at the depth with most,
-    and half as many seeds as at any of these. A depth's seeds are the median over its schemes.
-
-    Of fewer schemes the deepest of those with most. A depth that a sweep has just begun is not shown in place of a
-    whole one.
+    These have three schemes or more, half as many as the depth with most, and half as many seeds as any of these. A
+    depth's seeds are the median over its schemes. Of fewer schemes they are the depths with most.
     """
     by_depth = table.groupby(["depth", "scheme"], observed=True)["seed"].nunique().groupby("depth")
     schemes, seeds = by_depth.size(), by_depth.median()
     seeds = seeds[schemes >= max(min(3, schemes.max()), schemes.max() / 2)]
-    return int(seeds.index[seeds >= seeds.max() / 2].max())
+    return sorted(int(depth) for depth in seeds.index[seeds >= seeds.max() / 2])
+
+
+def deepest(table: pd.DataFrame) -> int:
+    """The deepest of `depths_of_most`: a depth that a sweep has just begun is not shown in place of a whole one."""
+    return max(depths_of_most(table))
+
+
+def width_of_most(about: pd.DataFrame) -> int:
+    """The width of most runs, of several the least.
+
+    Args:
+        about: the table of `normlab.load_runs`, or `summarize` of it.
+    """
+    by_run = about.drop_duplicates("run") if "run" in about else about
+    return int(by_run["width"].mode().iloc[0])
 
 
 def of_depth(table: pd.DataFrame, depth: int | None, schemes: Sequence[str] | None = None) -> pd.DataFrame:
@@ -173,6 +181,12 @@ def seeds_in_words(counts: pd.Series) -> str:
 
 
 def rates_in_words(runs: pd.DataFrame) -> str:
+    """`named_rates`, with what they are: "learning rate 0.001", or "each scheme's learning rate: 0.001 (LNS), ..."."""
+    differ = runs.groupby("depth")["lr"].nunique().gt(1).any()
+    return ("each scheme's learning rate: " if differ else "learning rate ") + named_rates(runs)
+
+
+def named_rates(runs: pd.DataFrame) -> str:
     """The learning rate: one for all, one per depth, or each scheme's own; of many schemes the ends.
 
     Titles are separated by semicolons where one has a comma.
@@ -182,16 +196,14 @@ def rates_in_words(runs: pd.DataFrame) -> str:
     """
     rates = runs.groupby("depth")["lr"].unique()
     if any(len(own) > 1 for own in rates):
-        words = f"{runs['lr'].min():g} to {runs['lr'].max():g}"
-        if runs["scheme"].nunique() <= MANY:
-            by_rate = {lr: [*map(title_of, in_order(own))] for lr, own in runs.groupby("lr")["scheme"]}
-            between = separator(title for own in by_rate.values() for title in own)
-            named = ((lr, between.join(own)) for lr, own in by_rate.items())
-            words = ", ".join(f"{lr:g} ({titles})" for lr, titles in named)
-        return f"each scheme's learning rate: {words}"
+        if runs["scheme"].nunique() > MANY:
+            return f"{runs['lr'].min():g} to {runs['lr'].max():g}"
+        by_rate = {lr: [*map(title_of, in_order(own))] for lr, own in runs.groupby("lr")["scheme"]}
+        between = separator(title for own in by_rate.values() for title in own)
+        return ", ".join(f"{lr:g} ({between.join(own)})" for lr, own in by_rate.items())
     if runs["lr"].nunique() == 1:
-        return f"learning rate {runs['lr'].iloc[0]:g}"
-    return "learning rate " + ", ".join(f"{own[0]:g} at depth {at}" for at, own in rates.items())
+        return f"{runs['lr'].iloc[0]:g}"
+    return ", ".join(f"{own[0]:g} at depth {at}" for at, own in rates.items())
 
 
 def at_rate(runs: pd.DataFrame, rate: float | None) -> pd.DataFrame:
@@ -276,15 +288,8 @@ def unlike(recipes: pd.Series) -> pd.DataFrame:
 
 def _differing(recipes: pd.Series) -> pd.DataFrame:
     """`unlike`, with the fields that say on how many held-out blocks models were measured."""
-    fields = _fields(recipes)
+    fields = recipe_fields(recipes)
     return fields.loc[:, fields.nunique() > 1]
-
-
-def _fields(recipes: pd.Series) -> pd.DataFrame:
-    """The fields of recipes as text, one column each."""
-    rows = [dict(item.partition("=")[::2] for item in str(recipe).split()) for recipe in recipes]
-    fields = pd.DataFrame(rows, index=recipes.index)
-    return fields.fillna({name: "default" for name in fields if name.startswith(MODEL)})
 
 
 def unlike_in_words(recipes: pd.Series) -> str:
@@ -347,8 +352,8 @@ class Selection:
             return _of_one_text(self)
         depth = self.depths[0] if len(self.depths) == 1 else None
         source = self.table if self.source is None else self.source
-        about = summarize(source) if self.summary is None else self.summary
-        return _of_one_text(_picked(source, about, depth, int(self.runs["width"].iloc[0]), self.schemes, True))
+        width = int(self.runs["width"].iloc[0])
+        return _of_one_text(chosen(source, depth, width, self.schemes, True, self.summary))
 
     @property
     def schemes(self) -> list[str]:
@@ -476,25 +481,33 @@ def _by_depth(runs: pd.DataFrame, across: bool) -> Iterator[tuple[str, pd.DataFr
 
 def chosen(
     runs: pd.DataFrame,
-    depth: int | str | None = "deepest",
-    width: int | None = None,
-    schemes: Sequence[str] | None = None,
-    same_rate: bool = False,
-    summary: pd.DataFrame | None = None,
-) -> Selection:
-    """`choose`, of any texts. `summary` is `summarize` of the runs where it is at hand."""
-    return _picked(runs, summarize(runs) if summary is None else summary, depth, width, schemes, same_rate)
-
-
-def _picked(
-    runs: pd.DataFrame,
-    summary: pd.DataFrame,
     depth: int | str | None,
     width: int | None,
     schemes: Sequence[str] | None,
     same_rate: bool,
+    summary: pd.DataFrame | None = None,
 ) -> Selection:
-    about = summary
+    """`choose`, of any texts. `summary` is `summarize` of the runs where it is at hand."""
+    summary = summarize(runs) if summary is None else summary
+    there = placed(summary, depth, width, schemes, same_rate)
+    own = there[_chosen_rate(there)]
+    if same_rate:
+        own = pd.concat([_at_one_rate(there, own, at) for at in own["depth"].unique()])
+    about = one_precision(own)
+    if several := _variants(about):
+        raise NothingToShow(several)
+    twins = own[~own.index.isin(about.index)]
+    return Selection(runs[runs["run"].isin(about.index)], about, twins, runs, summary)
+
+
+def placed(
+    about: pd.DataFrame,
+    depth: int | str | None,
+    width: int | None = None,
+    schemes: Sequence[str] | None = None,
+    same_rate: bool = False,
+) -> pd.DataFrame:
+    """The rows of `summarize` at the width and depth that `choose` takes, or of all depths, at all learning rates."""
     if about.empty:
         raise NothingToShow("The table is empty: no run has been trained yet.")
     if schemes is not None:
@@ -505,7 +518,7 @@ def _picked(
         wanted = set(schemes) | {name for name in known if name in SCHEMES and SCHEMES[name].is_control}
         about = about[about["scheme"].isin(wanted)]
     asked = about[about["scheme"].isin(schemes)] if schemes else about  # controls choose neither width nor depth
-    width = int(asked["width"].mode().iloc[0]) if width is None else width
+    width = width_of_most(asked) if width is None else width
     about, of_widths, asked = about[about["width"] == width], asked, asked[asked["width"] == width]
     if asked.empty:
         of = f"{', '.join(schemes)} at " if schemes else ""
@@ -522,14 +535,7 @@ def _picked(
             f"No run of depth {depth} at width {width} in the table, which has that depth at width "
             f"{_listed(sorted(widths.unique()))}."
         )
-    about = about[about["depth"].isin(of_depth(asked, depth, schemes)["depth"])]
-    own = about[_chosen_rate(about)]
-    about = pd.concat([_at_one_rate(about, own, depth) for depth in own["depth"].unique()]) if same_rate else own
-    everyone, about = about, one_precision(about)
-    if several := _variants(about):
-        raise NothingToShow(several)
-    twins = everyone[~everyone.index.isin(about.index)]
-    return Selection(runs[runs["run"].isin(about.index)], about, twins, runs, summary)
+    return about[about["depth"].isin(of_depth(asked, depth, schemes)["depth"])]
 
 
 def one_precision(about: pd.DataFrame) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.quantities import quantity_row
+from normlab.analysis.quantities import on_scale, quantity_row
 from normlab.analysis.selection import in_order, of_one_setting
 from normlab.errors import NormlabError
 from normlab.probes.metrics import Metric
@@ -46,10 +46,9 @@ def differences(values: pd.DataFrame, a: str, b: str, metric: str, level: float 
     Raises:
         NormlabError: a scheme has two runs of one seed, which are no two seeds.
     """
-    ratio = quantity_row(metric).is_ratio
     of_one_setting(values[values["scheme"].isin([a, b])])
-    values = _on_scale(values, ratio)
-    undo = np.exp if ratio else float
+    there, undo = on_scale(values["value"].to_numpy(float), quantity_row(metric).is_ratio)
+    values = values.assign(y=there)
     rows = []
     for depth in sorted(int(d) for d in values["depth"].unique()):
         here = values[values["depth"] == depth]
@@ -79,11 +78,10 @@ def means(values: pd.DataFrame, metric: str) -> pd.DataFrame:
     Raises:
         NormlabError: a scheme has two runs of one seed, which are no two seeds.
     """
-    ratio = quantity_row(metric).is_ratio
     of_one_setting(values)
-    undo = np.exp if ratio else float
+    there, undo = on_scale(values["value"].to_numpy(float), quantity_row(metric).is_ratio)
     rows = []
-    for depth, layout in _on_scale(values, ratio).groupby("depth"):
+    for depth, layout in values.assign(y=there).groupby("depth"):
         groups = layout.groupby("scheme", observed=True)["y"]
         for scheme in in_order(layout["scheme"]):
             numbers = groups.get_group(scheme).dropna().to_numpy()
@@ -127,9 +125,9 @@ def judged(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
     return rows
 
 
-def interval_in_words(rows: pd.DataFrame, level: float | None = None) -> str:
-    """What the intervals of `judged` are called, "95% interval": of their own level, or of the one given."""
-    return f"{100 * (level or rows.attrs.get(HAS_LEVEL, LEVEL)):g}% interval"
+def interval_in_words(rows: pd.DataFrame) -> str:
+    """What the intervals of `judged` are called, "95% interval": of their own level."""
+    return f"{100 * rows.attrs.get(HAS_LEVEL, LEVEL):g}% interval"
 
 
 def require_level(level: float) -> float:
@@ -176,33 +174,12 @@ def bracketed(low: float, high: float, written: Callable[[float], str]) -> str:
     return f" [{written(low)}, {written(high)}]" if math.isfinite(low) and math.isfinite(high) else ""
 
 
-def interval(values: np.ndarray, level: float = LEVEL) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean over the first axis and Student's t interval, (n, ...) -> three of (...).
-
-    A single value has no bounds; without values all are NaN.
-    """
-    count = len(values)
-    mean = values.mean(axis=0) if count else np.full(values.shape[1:], np.nan)[()]  # a number, where others are one
-    half = np.full_like(mean, np.nan)
-    if count > 1:
-        half = t_quantile(level, count - 1) * values.std(axis=0, ddof=1) / math.sqrt(count)
-    return mean, mean - half, mean + half
-
-
 def t_quantile(level: float, freedom: Any) -> Any:
     """The t with a share `level` of Student's distribution in [-t, t]; NaN without a degree of freedom."""
     from scipy.special import stdtrit
 
     quantile = stdtrit(np.where(np.asarray(freedom) > 0, freedom, np.nan), (1 + level) / 2)
     return float(quantile) if quantile.ndim == 0 else quantile
-
-
-def _on_scale(values: pd.DataFrame, ratio: bool) -> pd.DataFrame:
-    """With `y`, the value as it is compared: the logarithm of a positive size."""
-    y = values["value"].astype(float)
-    if ratio:
-        y = np.log(y.where(y > 0))
-    return values.assign(y=y.where(np.isfinite(y)))
 
 
 def _estimate(numbers: np.ndarray, undo: Callable[..., Any], level: float) -> dict[str, float]:

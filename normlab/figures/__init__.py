@@ -10,6 +10,7 @@ registry, theme   every figure by name, and how to add one; colours, light and d
 training, rates, growth, depth, layers, published, settings   of runs
 profile           one training step, all schemes in one panel: the explorer's figure
 one_model, report, outliers   of one model, of recordings, of several models
+differences       of what `normlab.diff` found
 kernels           of the kernels' times
 METRICS           label, unit and definition of every metric
 """

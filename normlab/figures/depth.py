@@ -20,7 +20,7 @@ from normlab.analysis.selection import (
     Selection,
     require_one_length,
 )
-from normlab.analysis.verdicts import LEVEL, bracketed, differences, in_words, interval, judged
+from normlab.analysis.verdicts import LEVEL, bracketed, differences, in_words, judged, means
 from normlab.figures import theme
 from normlab.figures.draw import (
     EndLabel,
@@ -116,14 +116,13 @@ def _depth_points(shown: Selection) -> pd.DataFrame:
 
     `not_learned` tells whether one of these seeds has not learned, `diverged` whether another one diverged.
     """
-    rows = []
-    for (scheme, depth), group in last_values(shown, "loss").groupby(["scheme", "depth"], observed=True):
-        status, has_loss = shown.runs["status"][group["run"]].to_numpy(), group["value"].notna().to_numpy()
-        mean, low, high = interval(group["value"].dropna().to_numpy(float))
-        about = (int(has_loss.sum()), (status[has_loss] == NOT_LEARNED).any(), (status == DIVERGED).any())
-        rows.append((str(scheme), int(depth), mean, low, high, *about))
-    columns = ["scheme", "depth", "mean", "low", "high", "seeds", "not_learned", "diverged"]
-    return pd.DataFrame(rows, columns=columns).sort_values("depth")
+    values = last_values(shown, "loss").join(shown.runs["status"], on="run")
+    is_known, place = values["value"].notna(), ["scheme", "depth"]
+    about = values[place].assign(
+        not_learned=is_known & values["status"].eq(NOT_LEARNED), diverged=values["status"].eq(DIVERGED)
+    )
+    points = means(values, "loss").rename(columns={"a": "scheme", "estimate": "mean"})
+    return points.merge(about.groupby(place, as_index=False).any(), on=place).sort_values("depth")
 
 
 def _add_losses(

@@ -181,12 +181,9 @@ def growth_before_after(
     """
     row, shown = metric_row(metric), selected(runs, same_rate=True)
     start, end = _ends_of(shown, metric)
-    table = end.groupby("scheme", observed=True)["value"].agg(
-        end=lambda values: mean_of(values.dropna(), metric), low="min", high="max", seeds="count"
-    )
-    table["start"] = start.groupby("scheme", observed=True)["value"].agg(
-        lambda values: mean_of(values.dropna(), metric)
-    )
+    mean = partial(mean_of, metric=metric)
+    table = end.groupby("scheme", observed=True)["value"].agg(end=mean, low="min", high="max", seeds="count")
+    table["start"] = start.groupby("scheme", observed=True)["value"].agg(mean)
     table = table.sort_values("end", na_position="last")
     if table["end"].notna().sum() == 0:
         if shown.runs["status"].eq(DIVERGED).all():

@@ -83,8 +83,8 @@ def by_layer(
     if rows.empty:
         raise NothingToShow(f"No run measured {metric} ({PARTS[part]}).")
     by_layer = rows[["scheme", "seed", "value"]].assign(depth=rows["layer"].astype(int))
-    measured = means(by_layer, metric).rename(columns={"a": "scheme"})
-    table = measured.sort_values("depth")
+    measured = means(by_layer, metric).rename(columns={"a": "scheme", "depth": "layer"})
+    table = measured.sort_values("layer")
     remarks = ["dots are seeds, shaded: 95% interval"] if rows["seed"].nunique() > 1 else []
     is_number = np.isfinite(rows["value"].astype(float))
     remarks += [] if is_number.all() else [f"{(~is_number).sum()} of {len(rows)} values not finite"]
@@ -106,7 +106,7 @@ def by_layer(
     if not names:
         raise NothingToShow(f"No mean of {metric} is finite{' and positive' * log}.")
     remarks += [f"grey: {theme.style_of(names[0]).title}"] if len(names) > 1 else []
-    start, end = int(table["depth"].min()), int(table["depth"].max())
+    start, end = int(table["layer"].min()), int(table["layer"].max())
     word = "block" if start else "layer"
     titles = [theme.name_of(name) for name in names]
     grid = dict(shared_yaxes=True, horizontal_spacing=0.022)
@@ -117,7 +117,7 @@ def by_layer(
     x = dict(range=[start - 0.4, end + 0.4], tickvals=ticks)
     for name, cell in zip(names, cells, strict=True):
         if name != names[0]:
-            figure.add_scatter(x=whole(first["depth"]), y=finite(first["estimate"]), mode="lines", line=grey,
+            figure.add_scatter(x=whole(first["layer"]), y=finite(first["estimate"]), mode="lines", line=grey,
                                name="reference", hoverinfo="skip", **cell)  # fmt: skip
         _add_scheme(figure, table[table["scheme"] == name], rows[rows["scheme"] == name], metric, cell)
         figure.update_xaxes(**x, **cell)
@@ -130,10 +130,10 @@ def by_layer(
 
 def _of_deeper_half(table: pd.DataFrame, word: str) -> str:
     """The mean over the deeper half of the layers without the last, of the schemes where it is least and most."""
-    last = int(table["depth"].max())
+    last = int(table["layer"].max())
     first = last // 2 + 1
     through = max(first, last - 1)
-    deeper = table[table["depth"].between(first, through)].groupby("scheme")["estimate"].mean()
+    deeper = table[table["layer"].between(first, through)].groupby("scheme")["estimate"].mean()
     where = f"mean of {word}s {first} to {through}" if through > first else f"{word} {first}"
     return f"{where}, {least_and_most(deeper)}"
 
@@ -144,7 +144,7 @@ def _add_scheme(figure: go.Figure, means: pd.DataFrame, dots: pd.DataFrame, metr
     color = theme.style_of(name).color
     band = means[np.isfinite(means["low"]) & np.isfinite(means["high"]) & means["estimate"].notna()]
     if len(band):
-        x = [*whole(band["depth"]), *whole(band["depth"][::-1])]
+        x = [*whole(band["layer"]), *whole(band["layer"][::-1])]
         figure.add_scatter(x=x, y=finite([*band["low"], *band["high"][::-1]]), mode="lines", fill="toself",
                            fillcolor=theme.faded(color, 0.16), line=dict(width=0), hoverinfo="skip",
                            name=f"{name} band", **cell)  # fmt: skip
@@ -160,7 +160,7 @@ def _add_scheme(figure: go.Figure, means: pd.DataFrame, dots: pd.DataFrame, metr
     )
     ends = [bracketed(low, high, "{:.4g}".format) for low, high in zip(means["low"], means["high"], strict=True)]
     hover = f"<br>%{{x}}: %{{y:.4~g}}%{{text}}<br><i>{metric}</i>"
-    add_line(figure, name, whole(means["depth"]), means["estimate"], hover, text=ends, **cell)
+    add_line(figure, name, whole(means["layer"]), means["estimate"], hover, text=ends, **cell)
 
 
 @register("angular_distance", "C3", "angle between the stream after two layers", reads="experiments",

@@ -32,7 +32,7 @@ METHODS = {
     "jacobian": ("#d55e00", "effect of a small change of the component, to first order"),
 }
 # The third method is for comparison only. In `shares_and_effects` each method has its symbol.
-_LINEAR = ("#8a8f98", "tanh taken for its argument")
+_LINEAR = (theme.NEUTRAL, "tanh taken for its argument")
 _SYMBOLS = {"frozen": "square-open", "jacobian": "circle", "linear": "x-thin-open"}
 _NO_SHARES = "Nothing was attributed: pass tables of direct_logit_attribution."
 BEFORE, AFTER = "as it is", "intervened"

@@ -15,7 +15,7 @@ from normlab.figures.registry import drawing
 MASSIVE, SINK = 1000, 0.3  # of 2402.17762 and 2410.10781: medians of |h|, and a head's mean attention
 # Bits and part of a bar, its name and colour.
 BARS = (
-    ((8, "both"), "8 bits, weights and activations", "#8a8f98"),
+    ((8, "both"), "8 bits, weights and activations", theme.NEUTRAL),
     ((4, "weights"), "4 bits, weights", "#56b4e9"),
     ((4, "activations"), "4 bits, activations", "#e69f00"),
     ((4, "both"), "4 bits, both", "#d55e00"),

@@ -12,18 +12,17 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from normlab.analysis.published import HERE, QUANTITIES, ratios_to
+from normlab.analysis.published import HERE, SHARED, ratios_to
 from normlab.analysis.selection import NothingToShow, choose, in_order
 from normlab.analysis.verdicts import bracketed
 from normlab.figures import theme
 from normlab.figures.draw import add_line, axis_bounds, interval_bars, mark, value_axis
 from normlab.figures.registry import register
 from normlab.probes.metrics import metric_row
-from normlab.schemes import SCHEMES
+from normlab.schemes import BASELINE
 
-BASE = next(iter(SCHEMES))
 TITLES = {"perplexity": "perplexity"} | {
-    name: f"{metric_row(name).label},<br>last layer" for name in QUANTITIES if name != "perplexity"
+    name: f"{metric_row(name).label},<br>last layer" for name in SHARED if name != "perplexity"
 }
 OURS = ("circle", "square", "diamond", "triangle-up", "triangle-down")
 THEIRS = (
@@ -75,7 +74,7 @@ def published_source(points: pd.DataFrame) -> str:
 
 @register("published_ratios", "N1", "ratios to the base scheme, the papers' and ours", overlays=True)
 def published_ratios(runs: pd.DataFrame, published: pd.DataFrame | None = None) -> go.Figure:
-    """Ratios to the first scheme of the registry of perplexity, size and variance after the last layer.
+    """Ratios to Pre-LN of perplexity, size and variance after the last layer.
 
     Each scheme's row is as high as its marks, which are drawn one below the other. Filled marks are these runs, one
     shape per depth, with intervals. Thin marks are the papers' far larger models, one shape per model. Left of 1 is
@@ -87,19 +86,19 @@ def published_ratios(runs: pd.DataFrame, published: pd.DataFrame | None = None) 
         published: table of `normlab.load_published`.
     """
     shown = choose(runs, depth=None)
-    table = ratios_to(BASE, runs, _NO_VALUES if published is None else published)
+    table = ratios_to(BASELINE, runs, _NO_VALUES if published is None else published)
     if table.empty:
-        raise NothingToShow(f"No run of another scheme to compare with {BASE}.")
+        raise NothingToShow(f"No run of another scheme to compare with {BASELINE}.")
     schemes = in_order(table["scheme"])
     shapes = _shapes(table)
     positions, deepest = _positions(table, schemes)
     grid = dict(shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=[*TITLES.values()])
-    figure = make_subplots(1, len(QUANTITIES), **grid)
-    for column, quantity in enumerate(QUANTITIES, 1):
+    figure = make_subplots(1, len(SHARED), **grid)
+    for column, quantity in enumerate(SHARED, 1):
         rows = table[table["quantity"] == quantity]
         for scheme, position in positions.items():
             _add_scheme(figure, rows[rows["scheme"] == scheme], position, scheme, shapes, column)
-        line = dict(color=theme.style_of(BASE).color, width=1)
+        line = dict(color=theme.style_of(BASELINE).color, width=1)
         figure.add_vline(1.0, line=line, row=1, col=column, exclude_empty_subplots=False)
         held = rows[["ratio", "low", "high"]].to_numpy(float)
         bounds = axis_bounds([1.0, *np.minimum(held[np.isfinite(held)], _edge(quantity))], True, 0.1)
@@ -117,7 +116,7 @@ def published_ratios(runs: pd.DataFrame, published: pd.DataFrame | None = None) 
     subtitle += " · differs: by the interval of our deepest models"
     if any(ratio > _edge(quantity) for quantity, ratio in zip(table["quantity"], table["ratio"], strict=True)):
         subtitle += f" · ▶ more than {BROKEN['perplexity']:g} times the base's perplexity: did not train"
-    title = f"Ratios to {theme.style_of(BASE).title}: {_agreement(table)}"
+    title = f"Ratios to {theme.style_of(BASELINE).title}: {_agreement(table)}"
     return theme.titled(figure, title, subtitle, 192 + round(_MARK * (deepest + 1)))
 
 
@@ -127,8 +126,8 @@ def _agreement(table: pd.DataFrame) -> str:
     Where all of ours are of one seed, the side on which ours lie.
     """
     is_ours = table["source"] == HERE
-    ours = table[is_ours].assign(depth=lambda rows: rows["model"].str.split().str[1].astype(int)).sort_values("depth")
-    ours = ours.drop_duplicates(["quantity", "scheme"], keep="last").set_index(["quantity", "scheme"])
+    ours = table[is_ours].sort_values("depth").drop_duplicates(["quantity", "scheme"], keep="last")
+    ours = ours.set_index(["quantity", "scheme"])
     ours = ours[["ratio", "low", "high"]].add_prefix("our_")
     both = table[~is_ours].join(ours, on=["quantity", "scheme"], how="inner")
     if both.empty:
@@ -163,9 +162,11 @@ def _edge(quantity: str) -> float:
 
 def _shapes(table: pd.DataFrame) -> dict[tuple[str, str], str]:
     """A mark for every (source, model), ours by depth first."""
-    pairs = list(dict.fromkeys(zip(table["source"], table["model"], strict=True)))
-    ours = sorted((pair for pair in pairs if pair[0] == HERE), key=lambda pair: int(pair[1].split()[1]))
-    theirs = [pair for pair in pairs if pair[0] != HERE]
+    is_ours = table["source"] == HERE
+    ours, theirs = (
+        list(dict.fromkeys(zip(rows["source"], rows["model"], strict=True)))
+        for rows in (table[is_ours].sort_values("depth", kind="stable"), table[~is_ours])
+    )
     cycles = ((ours, itertools.cycle(OURS)), (theirs, itertools.cycle(THEIRS)))
     return {pair: mark for group, marks in cycles for pair, mark in zip(group, marks, strict=False)}
 

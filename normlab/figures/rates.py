@@ -13,11 +13,11 @@ from normlab.analysis.selection import (
     NOT_LEARNED,
     NothingToShow,
     Selection,
-    checked,
-    depths_of_most,
     has_learned,
     in_order,
     one_precision,
+    placed,
+    recipes_in_words,
     require_one_length,
     require_one_text,
     seeds_in_words,
@@ -94,7 +94,7 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     words += [f"triangles: {' or '.join(beyond)}"] if beyond else []
     unknown = int(about["eval_loss"].isna().sum())
     words += [f"without {_counted(unknown)} that logged no held-out loss"] if unknown else []
-    words += [Selection(runs, about).recipes()]
+    words += [recipes_in_words(about)]
     return theme.titled(figure, "Held-out loss against learning rate", " · ".join(filter(None, words)), _HEIGHT)
 
 
@@ -171,16 +171,9 @@ def _counted(runs: int) -> str:
 
 def _at_all_rates(runs: pd.DataFrame, depth: int | None) -> tuple[pd.DataFrame, int]:
     """The rows of `summarize` of one depth and width, at all learning rates, and the depth."""
-    about = summarize(checked(runs))
-    if about.empty:
-        raise NothingToShow("The table is empty: no run has been trained yet.")
-    depth = max(depths_of_most(about), default=0) if depth is None else depth
-    about = about[about["depth"] == depth]
-    if about.empty:
-        raise NothingToShow(f"No run of {depth} blocks in the table.")
-    about = one_precision(about[about["width"] == about["width"].mode().iloc[0]])
+    about = one_precision(placed(summarize(runs), "deepest" if depth is None else depth))
     if about.duplicated(["scheme", "lr", "seed"]).any():
         raise NothingToShow("Runs of one scheme, rate and seed differ in something else: keep those of one setting.")
     require_one_text(about)
     require_one_length(about)
-    return about, depth
+    return about, int(about["depth"].iloc[0])

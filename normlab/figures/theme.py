@@ -179,6 +179,11 @@ def in_one(title: str, *lines: str) -> str:
     return f"{title}<br>{small}"
 
 
+def head_of(text: str) -> str:
+    """The title that `in_one` put above small lines. Pages' scripts find it in the same way."""
+    return text.partition("<br><span")[0]
+
+
 def message_figure(text: str, title: str = "") -> go.Figure:
     """A figure that says in words why there is nothing to draw."""
     figure = go.Figure()

@@ -18,6 +18,7 @@ from normlab.analysis import claims
 from normlab.analysis.selection import DIVERGED, Selection, choose, deepest, seeds_in_words, title_of
 from normlab.errors import NormlabError
 from normlab.figures import themed
+from normlab.figures.theme import head_of
 from normlab.files import whole_file
 from normlab.notebook import comparable
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, PLOTLY, NotebookPage, claim_of
@@ -189,7 +190,6 @@ def write_index(
 
 def card_picture(figure: go.Figure) -> dict[str, Any]:
     """A figure for a card: its title, and its drawing for a light and for a dark page."""
-    title = re.sub(r"<br><span.*", "", figure.layout.title.text or "", flags=re.DOTALL)  # of `theme.in_one`
-    title = re.sub(r"<[^>]*>", "", title.replace("<br>", " "))
+    title = re.sub(r"<[^>]*>", "", head_of(figure.layout.title.text or "").replace("<br>", " "))
     figure.update_layout(title=None, margin_t=48)
     return {"title": title} | {theme: json.loads(themed(figure, theme).to_json()) for theme in ("light", "dark")}

@@ -74,7 +74,7 @@ def _causal(name: str, loaded: Loaded) -> Loaded:
 
 def write_difference(result: Difference, folder: Path, title: str) -> Path:
     """Write the tables of a comparison and its page; return the page's path."""
-    from normlab.figures.report import added_figure, difference_figure
+    from normlab.figures.differences import added_figure, difference_figure
     from normlab.report.page import Section, drawn, write_page
 
     def shown(table: pd.DataFrame) -> str:

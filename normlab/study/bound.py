@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from normlab.analysis.compare import compare
-from normlab.analysis.selection import at_rate, title_of
+from normlab.analysis.selection import at_rate, title_of, width_of_most
 from normlab.analysis.theory import chebyshev_bound
 from normlab.analysis.verdicts import judged
 from normlab.models import NormlabForCausalLM
@@ -98,7 +98,7 @@ def at_each_rate(runs: pd.DataFrame, a: str, b: str, metric: str, depth: int) ->
 
     All are of one width, that of most runs.
     """
-    runs = runs[runs["width"].isin(runs.drop_duplicates("run")["width"].mode().head(1))]
+    runs = runs[runs["width"] == width_of_most(runs)]
     own = runs[runs["depth"] == depth].groupby("scheme")["lr"].unique()
     rates = sorted(set(own.get(a, [])) & set(own.get(b, [])))
     found = [compare(at_rate(runs, rate), a, b, metric, depth=depth).assign(rate=rate) for rate in rates]

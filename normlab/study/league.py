@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.quantities import values_of
+from normlab.analysis.quantities import mean_of, values_of
 from normlab.analysis.selection import (
     Selection,
     depths_of_most,
@@ -135,7 +135,7 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
     rates = about.groupby(["scheme", "lr"])
     table = rates[["eval_loss", "validation_loss", *SIZES]].mean().rename(columns={"eval_loss": "loss"})
     table["loss"] = table["loss"].where(rates["eval_loss"].count() == rates.size())
-    table["growth"] = np.exp(np.log(about["growth"]).groupby([about["scheme"], about["lr"]]).mean())
+    table["growth"] = rates["growth"].agg(mean_of, metric="growth")
     table.insert(0, "seeds", rates["seed"].nunique())
     table.insert(3, "learned", rates["learned"].all())
     table.insert(4, "told", rates["told"].all())

@@ -7,7 +7,7 @@ from figures_helpers import MEAN_OF_SEEDS, activation, one_run, table
 from scipy import stats
 
 from normlab.analysis import claims
-from normlab.analysis.selection import deepest, fully_tried
+from normlab.analysis.selection import choose, deepest, fully_tried
 from normlab.errors import NormlabError
 
 SCHEMES = ("pre_rmsnorm", "lns", "bhyt")
@@ -224,6 +224,18 @@ def test_the_deepest_depth_at_which_schemes_can_be_compared():
     assert deepest(pd.concat([runs, shallow.query("seed < 6")])) == 4
     repeated = shallow[shallow["scheme"] == "lns"]
     assert deepest(pd.concat([runs, repeated])) == 4, "a scheme that was repeated moves no depth"
+
+
+def test_figures_and_claims_take_the_same_depth():
+    runs = pd.concat([table(depths=(2,)), table(SCHEMES, depths=(4,))])
+    assert deepest(runs) == 4 == choose(runs).depths[0], "three schemes of five"
+    begun = pd.concat([runs, table(depths=(8,), seeds=(0,))])
+    assert deepest(begun) == 4 == choose(begun).depths[0], "one seed of three"
+    wide = table(SCHEMES, depths=(8,)).assign(width=32, run=lambda rows: rows["run"] + "-wide")
+    lower = claims.Claim("LNS is smaller", "lns", "pre_rmsnorm", "token_l2_mean", "below")
+    assert choose(pd.concat([runs, wide])).depths == [4], "at the width of most runs"
+    assert claims.tested(pd.concat([runs, wide]), [lower]).index.name == "at 4 blocks"
+    assert "after 4 blocks" in claims.apart(pd.concat([runs, wide]))
 
 
 def test_one_seed_gives_an_estimate_and_no_interval():

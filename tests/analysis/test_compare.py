@@ -177,14 +177,14 @@ def test_runs_of_another_length_are_not_compared_at_their_ends():
 def test_runs_of_another_text_are_not_compared():
     other = one_run("lns")
     other["value"] = other["value"].mask(other["metric"] == "unigram_entropy", 4.95)
-    with pytest.raises(NormlabError, match="bhyt and lns read another text or have another tokenizer .* and 4.950"):
+    with pytest.raises(NormlabError, match=r"depth 4 were measured on 2 texts .*entropy 4.950, 6.000\)"):
         compare(pd.concat([one_run("bhyt"), other], ignore_index=True), "bhyt", "lns")
     three = pd.concat([one_run("bhyt"), one_run("dyt"), other], ignore_index=True)
     assert compare(three, "bhyt", "dyt")["estimate"].notna().all(), "a third scheme's text is not theirs"
     seeds = table(("bhyt", "lns"), (2, 4), (0, 1))
     entropy = seeds["metric"].eq("unigram_entropy")
     by_seed = seeds.assign(value=seeds["value"].mask(entropy & seeds["seed"].eq(1), 4.95))
-    with pytest.raises(NormlabError, match=r"depth 2, seeds of bhyt and lns .* 2 texts .*entropy 4.950, 6.000\): keep"):
+    with pytest.raises(NormlabError, match=r"depth 2 were measured on 2 texts .*entropy 4.950, 6.000\): keep"):
         compare(by_seed, "bhyt", "lns")
     by_depth = seeds.assign(value=seeds["value"].mask(entropy & seeds["depth"].eq(2), 4.95))
     assert len(compare(by_depth, "bhyt", "lns")) == 2, "each depth has a mean of its own"
@@ -205,7 +205,7 @@ def test_runs_of_other_held_out_text_or_of_more_tokens_in_as_many_steps_are_not_
     rows = [one_run(scheme) for scheme in ("bhyt", "lns")]
     for row, loss in zip(rows, (4.6, 4.7), strict=True):
         row.loc[len(row)] = row.iloc[-1].to_dict() | {"metric": "bigram_loss", "split": "eval", "value": loss}
-    with pytest.raises(NormlabError, match="other held-out text .losses of a bigram model 4.600 and 4.700"):
+    with pytest.raises(NormlabError, match=r"measured on 2 texts .*bigram_loss 4.600, 4.700\): keep"):
         compare(pd.concat(rows, ignore_index=True), "bhyt", "lns")
     long = one_run("lns")
     long["tokens"] *= 2
@@ -343,8 +343,21 @@ def test_the_report_has_a_verdict_a_row_and_one_seed_has_no_interval():
         "[+0.1000, +0.1000]  different: lns is higher"
     )
     assert rows[2].endswith("one seed: no interval; 1 seed without a pair") and "[" not in rows[2]
-    ratio = report(compare(table(), "bhyt", "pre_rmsnorm", "token_l2_mean"), 0.95)
+    ratio = report(compare(table(), "bhyt", "pre_rmsnorm", "token_l2_mean"))
     assert "bhyt over pre_rmsnorm" in ratio and "bhyt is lower" in ratio
+
+
+def test_an_index_of_no_runs_answers_that_there_is_nothing():
+    apart = pd.concat([one_run("bhyt"), one_run("lns").assign(run="twin"), one_run("lns")])  # nothing can be chosen
+    for runs in (empty(), apart):
+        profiles = Profiles(runs)
+        assert profiles.missing and default_view(profiles) is None
+        assert (profiles.schemes, profiles.depths, profiles.metrics(), profiles.rates(4)) == ([], [], [], [])
+        assert profiles.opening_rate(4) is None and profiles.at(0.1).missing and profiles.at(None) is profiles
+        view = View("token_l2_mean", "block_out", "all", 4, 20, ("lns",), rate=0.1)
+        assert profiles.lines(view) == profiles.predicted(view) == []
+        assert profiles.left_out(view) == profiles.unlike(view) == []
+        assert len(profiles.remarks(view)) == 1
 
 
 def test_magnitudes_are_shown_at_the_deepest_depth_that_shares_a_rate_and_losses_at_the_deepest():

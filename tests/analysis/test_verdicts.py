@@ -3,11 +3,14 @@
 import numpy as np
 import pandas as pd
 import pytest
-from figures_helpers import table
+from figures_helpers import one_run, table
 from scipy import stats
 
+from normlab.analysis.claims import extremes
 from normlab.analysis.compare import compare
-from normlab.analysis.quantities import mean_of
+from normlab.analysis.profiles import Profiles, View
+from normlab.analysis.quantities import last_values, mean_of
+from normlab.analysis.selection import choose
 from normlab.analysis.verdicts import (
     DIFFERENT,
     EQUIVALENT,
@@ -15,7 +18,6 @@ from normlab.analysis.verdicts import (
     differences,
     holm,
     in_words,
-    interval,
     judged,
     means,
 )
@@ -47,14 +49,6 @@ def test_a_missing_run_costs_its_seed_and_nothing_else():
     assert (row["seeds"], row["df"], row["unpaired"]) == (3, 2, 1) and row["p"] == pytest.approx(expected.pvalue)
     lone = differences(layout(values[:, :2]), "s0", "s1", "loss").iloc[0]
     assert lone["seeds"] == 1 and np.isnan(lone["low"]) and np.isnan(lone["p"])
-
-
-def test_the_interval_of_numbers_is_three_numbers_also_of_none():
-    for values in ([], [1.0], [1.0, 3.0]):
-        found = interval(np.array(values))
-        assert all(isinstance(end, float) for end in found)
-        assert [bool(np.isnan(end)) for end in found] == [not values, len(values) < 2, len(values) < 2]
-    assert [end.shape for end in interval(np.empty((0, 3)))] == [(3,)] * 3
 
 
 def test_a_schemes_own_mean_has_students_interval():
@@ -133,3 +127,20 @@ def test_means_of_sizes_are_geometric_so_that_their_quotient_is_the_ratio():
     assert found["estimate"] == pytest.approx(found["mean_a"] / found["mean_b"])
     sizes = pd.Series([1.0, 100.0])
     assert mean_of(sizes, "rms") == pytest.approx(10.0) and mean_of(sizes, "loss") == pytest.approx(50.5)
+
+
+def test_a_seed_whose_size_is_zero_does_not_count_beside_others():
+    runs = pd.concat([one_run("lns", seed=seed) for seed in range(3)])
+    is_size = runs["metric"].isin(["grad_l2_total", "token_l2_mean"])
+    runs["value"] = runs["value"].mask(is_size, runs["seed"].map({0: 0.0, 1: 2.0, 2: 8.0}))
+    last = last_values(choose(runs), "grad_l2_total", site="block_in_grad")
+    assert mean_of(last["value"], "grad_l2_total") == pytest.approx(4.0)
+    assert means(last, "grad_l2_total")[["estimate", "seeds"]].iloc[0].tolist() == pytest.approx([4.0, 2])
+    view = View("grad_l2_total", "block_in_grad", "all", 4, 20, ("lns",))
+    (line,) = Profiles(runs).lines(view)
+    assert line.values.tolist() == pytest.approx([4.0] * 4) and set(line.low) == {0.0} and set(line.high) == {8.0}
+    assert "LNS 4" in extremes(pd.concat([runs, one_run("bhyt")])).iloc[-1].to_string()
+    (alone,) = Profiles(runs.query("seed == 0")).lines(view)
+    assert mean_of(last["value"][:1], "grad_l2_total") == 0.0 and set(alone.values) == {0.0}, "of zeros alone"
+    missing = pd.Series([np.nan, 3.0])
+    assert mean_of(missing, "loss") == 3.0 and np.isnan(mean_of(missing[:1], "grad_l2_total"))

@@ -10,8 +10,8 @@ from figures_helpers import table, text_of
 from normlab.analysis.published import COLUMNS, load_published, ratios_to
 from normlab.errors import NormlabError
 from normlab.figures.growth import growth_before_after
-from normlab.figures.published import BASE, _shapes, published_ratios
-from normlab.schemes import SCHEMES
+from normlab.figures.published import _shapes, published_ratios
+from normlab.schemes import BASELINE, SCHEMES
 
 
 def value(metric: str, scheme: str, model: str, where: str = "", paper: str = "BHyT") -> float:
@@ -172,7 +172,7 @@ def test_marks_that_are_near_in_value_stand_one_below_the_other():
 
 
 def test_no_two_sources_have_one_mark():
-    shapes = _shapes(ratios_to(BASE, table(("pre_rmsnorm", "lns")), load_published()))
+    shapes = _shapes(ratios_to(BASELINE, table(("pre_rmsnorm", "lns")), load_published()))
     assert len(set(shapes.values())) == len(shapes) > 9
 
 

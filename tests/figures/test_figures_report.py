@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from figures_helpers import text_of
 
-from normlab.figures.report import added_figure, difference_figure
+from normlab.figures.differences import added_figure, difference_figure
 
 
 def added(*differences: float) -> pd.DataFrame:

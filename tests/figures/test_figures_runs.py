@@ -452,6 +452,30 @@ def test_a_figure_by_rate_names_the_width_that_it_picks():
     assert "4 blocks, 0.0M tokens · width 16" in text_of(loss_by_rate(pd.concat([runs, wide])))
 
 
+def in_widths(runs: dict[tuple[str, int], dict[int, int]]) -> pd.DataFrame:
+    """By scheme and depth how many seeds of a width, each at two rates."""
+    made = [
+        one_run(scheme, depth, seed, lr).assign(width=width, run=lambda own, width=width: f"{width}-" + own["run"])
+        for (scheme, depth), widths in runs.items()
+        for width, seeds in widths.items()
+        for seed in range(seeds)
+        for lr in (1e-3, 3e-3)
+    ]
+    return pd.concat(made, ignore_index=True)
+
+
+def test_a_figure_by_rate_shows_the_width_and_depth_that_other_figures_show():
+    wide_at_8 = in_widths({("lns", 2): {16: 3}, ("lns", 4): {16: 3}, ("lns", 8): {16: 1, 32: 4}})
+    assert choose(wide_at_8, 8).runs["width"].unique().tolist() == [16]
+    assert "8 blocks, 0.0M tokens · width 16" in text_of(loss_by_rate(wide_at_8, 8))
+    both = {("lns", 4): {16: 2}, ("pre_rmsnorm", 4): {16: 2}}
+    apart = in_widths(both | {("pre_rmsnorm", 8): {16: 1}, ("lns", 8): {32: 1}})
+    assert choose(apart).depths == [4]
+    for draw in (loss_by_rate, quantity_by_rate):
+        assert "4 blocks" in text_of(draw(apart)) and lines(draw(apart), scheme="lns")
+    said = text_of(loss_by_rate(in_widths({("lns", 4): {16: 2}, ("lns", 8): {32: 1}}), 8)).replace("<br>", " ")
+    assert "No run of depth 8 at width 16 in the table, which has that depth at width 32." in said
+
 def test_runs_of_two_texts_are_not_drawn_or_averaged_together():
     other = one_run("lns")
     other["value"] = other["value"].mask(other["metric"] == "unigram_entropy", 4.95)
