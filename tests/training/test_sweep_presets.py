@@ -388,6 +388,15 @@ def test_a_sweep_takes_at_least_as_long_as_its_longest_run_and_tokens_that_diffe
     assert done[-1] == "about 0.0 hours with 8 workers"
 
 
+@pytest.mark.parametrize(("hours", "expected"), [([1.0, 1.0, 1.0], 2), ([4.0, 1.0, 1.0, 1.0, 1.0], 4)])
+def test_the_first_worker_that_is_free_takes_the_next_run(hours, expected):
+    table = pd.DataFrame({"scheme": "lns", "depth": 2, "tokens": 1e6, "hours": hours, "done": False})
+    of_two = estimate.Plan(table, 2, 1)
+    assert of_two.hours_left == expected
+    assert of_two.in_words().endswith(f"about {expected:.1f} hours with 2 workers")
+    assert math.isnan(estimate.Plan(table.assign(hours=math.nan), 2, 1).hours_left)
+
+
 def test_steps_are_timed_where_that_is_asked_for(text, tmp_path, capsys):
     options = dict(workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False)
     timed = plan(small_preset(text), tmp_path / "out", time=True, **options)
