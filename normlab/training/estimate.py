@@ -115,7 +115,7 @@ def plan(
     for asked in planned(preset, finished, threads=threads, keep_weights=False):
         config = settled(asked, device_of(asked))
         if (found := done.pop(asked.run_id, None)) is not None:
-            config = dataclasses.replace(config, dtype=found.manifest["config"]["dtype"])
+            config = dataclasses.replace(config, dtype=found.config["dtype"])
             done[config.run_id] = found
         order.append(config)
     seconds = _Seconds(list(done.values()))
@@ -147,7 +147,7 @@ class _Seconds:
         times: dict[tuple, list[float]] = {}
         for run in done:
             if run.manifest["measured"].get("resumed_from_step") == 0 and run.status != runs.DIVERGED:
-                config = TrainConfig.from_dict(run.manifest["config"])
+                config = TrainConfig.from_dict(run.config)
                 seconds = run.manifest["measured"]["wall_s"] * config.threads
                 times.setdefault(_shape(config), []).append(seconds)
         self.known = {shape: statistics.median(seconds) for shape, seconds in times.items()}

@@ -1,5 +1,6 @@
 """The runs of a preset, their order, their learning rates, and how long they will take."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -320,6 +321,17 @@ def test_a_run_that_diverged_early_tells_no_hours(text, tmp_path):
     write_run(second, out, measured=measured)
     table = plan(preset, out, **options).table
     assert set(table.loc[table["depth"] == 2, "hours"]) == {2.0} and table["done"].sum() == 2
+
+
+def test_a_run_of_before_there_were_precisions_is_in_a_plan(text, tmp_path):
+    preset, out = small_preset(text), tmp_path / "out"
+    config = replace(planned(preset, threads=1, keep_weights=False)[0], dtype="float32")
+    manifest = write_run(config, out) / runs.MANIFEST
+    old = json.loads(manifest.read_text())
+    del old["config"]["dtype"]
+    manifest.write_text(json.dumps(old))
+    table = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False).table
+    assert list(table.loc[table["done"], "run"]) == [config.run_id]
 
 
 def test_a_sweep_lists_its_runs_and_the_hours_that_finished_runs_tell(text, tmp_path, monkeypatch):
