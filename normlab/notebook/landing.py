@@ -21,7 +21,7 @@ from normlab.figures import themed
 from normlab.files import whole_file
 from normlab.notebook import comparable
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, PLOTLY, NotebookPage, claim_of
-from normlab.runs import find_runs, read_run
+from normlab.runs import read_runs
 
 CLEARLY = 0.05  # nats: another seed moves a held-out loss by as much
 HERE, COME_ALONG = "Trained on this machine just now", "Runs that come with normlab"
@@ -83,12 +83,10 @@ def _growth_rate(same: Selection, depth: int) -> str:
 
 
 def _where(path: str | Path, runs: pd.DataFrame) -> str:
-    """The runs' precision and device, from their manifests."""
+    """The runs' precision, and the device, from their manifests."""
     names = set(runs["run"])
-    manifests = [run.manifest for run in map(read_run, find_runs(path)) if run.name in names]
-    precisions = sorted({manifest["config"].get("dtype", "an unknown precision") for manifest in manifests})
-    devices = sorted({_device(manifest.get("environment", {})) for manifest in manifests})
-    return f"in {' and '.join(precisions)} on {' and '.join(devices)}"
+    devices = sorted({_device(run.manifest.get("environment", {})) for run in read_runs(path) if run.name in names})
+    return f"in {' and '.join(sorted(runs['dtype'].unique()))} on {' and '.join(devices)}"
 
 
 def _device(environment: Mapping[str, str]) -> str:

@@ -195,7 +195,8 @@ def test_a_kept_models_folder_lies_where_it_was_asked_for(done, text, tmp_path, 
     victim = tmp_path / "victim-d2"
     victim.mkdir()
     config = tiny(text, model={"kappa_schedule": "/../../victim"})
-    monkeypatch.setattr(runs, "read_run", lambda path: runs.Run(path, {"run": "x", "config": config.to_dict()}))
+    manifest = {"run": "x", "config": config.to_dict(), "corpus": {}}
+    monkeypatch.setattr(runs, "read_run", lambda path: runs.Run(path, manifest))
     with pytest.raises(NormlabError, match="is no name of a file below"):
         keep.keep(done.path, tmp_path / "out" / "models")
     assert victim.is_dir()
