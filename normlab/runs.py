@@ -571,7 +571,8 @@ def read_runs(path: Paths) -> list[Run]:
 def read_configs(path: str | Path | Iterable[str | Path]) -> dict[str, dict[str, Any]]:
     """The configuration of each run at or below `path` (or several paths): the fields of its `TrainConfig`, by run.
 
-    A field that came after a run has the value that it had in that run. A run that cannot be read is named in a warning and left out. NormlabError: none is left.
+    A field that came after a run has the value that it had in that run. A run that cannot be read is named in a warning
+    and left out. NormlabError: none is left.
     """
     return {run.name: run.config for run in _each(path).values()}
 

@@ -351,7 +351,8 @@ class TrainConfig:
     def run_id(self) -> str:
         """A readable name, and a hash of every field that numbers depend on and that differs from its default.
 
-        A field that a later version adds leaves the names of today's runs unchanged. What `LATER_FIELDS` says of it is left out.
+        A field that a later version adds leaves the names of today's runs unchanged: what `LATER_FIELDS` says of it is
+        no part of the hash.
         """
         defaults = {spec.name: spec.default for spec in dataclasses.fields(self)} | LATER_FIELDS
         chosen = {name: value for name, value in self.identity().items() if value != defaults[name]}
