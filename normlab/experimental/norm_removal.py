@@ -31,7 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler, set_seed
 from transformers.utils import logging
 
 from normlab import store
-from normlab.errors import NormlabError, first_line, hub_or_cache
+from normlab.errors import NormlabError, first_line
+from normlab.loading import hub_or_cache
 from normlab.models import NormlabConfig, NormlabForCausalLM, fold_norms
 from normlab.models.attention_mlp import changes_attention
 from normlab.models.pretrained import load_whole, model_folder

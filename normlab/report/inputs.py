@@ -21,15 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from normlab.errors import (
-    NormlabError,
-    first_line,
-    hub_or_cache,
-    in_one_line,
-    loads_quietly,
-    of_its_files_size,
-    require_fit,
-)
+from normlab.errors import NormlabError, first_line, in_one_line
+from normlab.loading import hub_or_cache, loads_quietly, of_its_files_size, require_fit
 from normlab.probes.passes import unwrapped
 from normlab.schemes import SCHEMES
 
