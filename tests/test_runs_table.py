@@ -286,14 +286,17 @@ def test_json_is_replaced_whole(tmp_path, monkeypatch):
 
 def test_a_lock_goes_with_its_process_and_its_file_with_the_run(tmp_path):
     lock = tmp_path / store.PARTIAL / "run.lock"
-    with store.exclusive(lock):
+    with store.to_train(tmp_path, "run"):
         assert lock.exists()
     assert not lock.parent.exists()
-    with store.exclusive(lock):
+    with store.to_train(tmp_path, "run"):
         lock.unlink()  # as whoever clears the folder does
+    with pytest.raises(ZeroDivisionError), store.to_train(tmp_path, "run"):
+        raise ZeroDivisionError
+    assert not lock.parent.exists()
     (tmp_path / store.PARTIAL).mkdir()
     (tmp_path / store.PARTIAL / "other").mkdir()
-    with store.exclusive(lock):
+    with store.to_train(tmp_path, "run"):
         pass
     assert [path.name for path in lock.parent.iterdir()] == ["other"]
 

@@ -217,10 +217,10 @@ def test_a_finished_run_with_a_damaged_table_is_found(done, text, go, tmp_path):
 
 
 def test_a_finished_run_on_a_read_only_place_is_returned(done, text, go, monkeypatch):
-    def read_only(path: Path) -> None:
+    def read_only(path: Path, busy: str) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(store, "exclusive", read_only)
+    monkeypatch.setattr(store, "locked", read_only)
     assert go(tiny(text), done.path.parent).path == done.path
 
 
