@@ -38,7 +38,7 @@ from normlab.differences.cause import Cause, in_words
 from normlab.differences.causes import Evidence, Side, around_norm, causes_of
 from normlab.errors import NormlabError
 from normlab.probes.call_inputs import TokenMask
-from normlab.probes.passes import evaluating, unwrapped
+from normlab.probes.passes import device_of, evaluating, unwrapped
 from normlab.probes.sites import stacks_of
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
@@ -116,8 +116,7 @@ def diff(
     for model in (a, b):
         if isinstance(model, nn.Module) and any(x.is_meta for x in model.parameters()):
             raise NormlabError("weights are offloaded or on the meta device, and diff copies them: load them")
-    device = next((p.device.type for p in a.parameters()), "cpu")
-    with evaluating(a), torch.autocast(device, enabled=False):  # it would round the copies in float32
+    with evaluating(a), torch.autocast(device_of(a).type, enabled=False):  # it would round the copies in float32
         if not isinstance(b, nn.Module):
             return _diff_arrays(a, read_arrays(b), batch, blocks, dtype, mask)
         b = unwrapped(b)
@@ -377,7 +376,7 @@ def _accepted(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     is called `input_ids`."""
     takes = inspect.signature(model.forward).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     kept = {name: value for name, value in batch.items() if name in takes or (open_ended and name != "use_cache")}
     if "input_ids" in batch and "input_ids" not in kept:
         kept[next(iter(takes))] = batch["input_ids"]

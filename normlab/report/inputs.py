@@ -23,7 +23,7 @@ from torch import nn
 
 from normlab.errors import NormlabError, first_line, in_one_line
 from normlab.loading import hub_or_cache, loads_quietly, of_its_files_size, require_fit
-from normlab.probes.passes import unwrapped
+from normlab.probes.passes import device_of, unwrapped
 from normlab.schemes import SCHEMES
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -274,7 +274,7 @@ def batches(loaded: Loaded, path: Path, length: int, rows: int) -> Batches:
             read.
     """
     parts = _images(loaded, path, rows) if loaded.task == "image" else _texts(loaded, path, length, rows)
-    device = next(loaded.model.parameters()).device
+    device = device_of(loaded.model)
     return [{name: x.to(device) for name, x in batch.items()} for batch in parts]
 
 

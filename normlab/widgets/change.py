@@ -18,6 +18,7 @@ from normlab.norms.gain import gain_centre, gain_names
 from normlab.probes import record, sites
 from normlab.probes.experiments import evaluating
 from normlab.probes.layout import hidden_state, output_tensor, with_output
+from normlab.probes.passes import device_of
 from normlab.probes.sites import Block
 
 KINDS = {"attention": "attn", "mlp": "mlp"}  # a branch's name in a change, and in blocks and probes
@@ -112,7 +113,7 @@ Written = Mapping[tuple[str, int], Mapping[nn.Module, str]]  # (kind, layer) -> 
 def _written(model: nn.Module) -> Written:
     """The modules whose outputs join the stream of a model that is not ours, as a few tokens show."""
     # Several, as one may be padding, whose vector is 0.
-    tokens = torch.arange(4, device=next(model.parameters()).device)[None]
+    tokens = torch.arange(4, device=device_of(model))[None]
     with torch.no_grad(), evaluating(model), record(model, ["rms", "relative_contribution"], masks=["all"]) as recorder:
         model(tokens)
     return recorder.branches
@@ -248,7 +249,7 @@ def ask(model: nn.Module, tokens: Tensor, change: Change, row: int = 0, token: i
 
 def ask_row(model: nn.Module, tokens: list[int], change: Change, position: int) -> dict[str, Any]:
     """The answer of `static/model.js` to the same question, from a model in the kernel."""
-    row = torch.tensor([tokens], device=next(model.parameters()).device)
+    row = torch.tensor([tokens], device=device_of(model))
     output, table = _run(model, row, change)
     logits = output.logits[0].float().cpu()
     losses = nn.functional.cross_entropy(logits[:-1], row[0, 1:].cpu(), reduction="none")

@@ -130,6 +130,13 @@ def test_a_section_says_how_many_pieces_it_is_of_where_these_are_not_all(saved, 
     assert page.count("on the first 8 pieces") == 3 and page.count("on the first 4 pieces") == 4
 
 
+def test_a_text_goes_where_offloaded_weights_are_run(saved):
+    accelerate, loaded = pytest.importorskip("accelerate"), load(str(saved))
+    there = measured(loaded, saved).loss
+    accelerate.cpu_offload(loaded.model, execution_device=torch.device("cpu"))
+    assert measured(loaded, saved).loss == there
+
+
 @pytest.mark.parametrize("kind", ["BertModel", "DistilBertModel", "BertForSequenceClassification"])
 def test_a_model_without_a_language_model_head_is_measured_without_a_loss(tmp_path, kind):
     of_distilbert = dict(dim=32, hidden_dim=48, n_heads=4, n_layers=2)
