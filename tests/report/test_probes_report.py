@@ -26,7 +26,7 @@ from normlab.probes import layer_maps
 from normlab.report import probe_report, short_names
 from normlab.report.facts import growth, left_out_of_all, number, step
 from normlab.report.inputs import batches, load, token_text
-from normlab.report.measure import Measured, _text, experiment, measure
+from normlab.report.measure import Measured, Recorded, _text, experiment, measure
 from normlab.report.page import cut_lines, series_page
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
@@ -363,10 +363,10 @@ def test_numbers_have_three_digits_and_thousands_are_in_full():
 
 
 def test_sentences_of_a_series_begin_with_their_stack_where_there_are_several():
-    one = of_blocks(rms=[1.0, 4.0], relative_contribution=[3.0, 1.0]).assign(stack="", model="one")
-    two = [one.assign(stack=stack, model="two") for stack in ("encoder", "decoder")]
-    losses, missing = {"one": "a", "two": "b"}, {"one": [], "two": []}
-    opening, _ = series_page(pandas.concat([one, *two]), "model", losses, missing, "", {})
+    one = of_blocks(rms=[1.0, 4.0], relative_contribution=[3.0, 1.0]).assign(stack="")
+    two = pandas.concat([one.assign(stack=stack) for stack in ("encoder", "decoder")])
+    recorded = [Recorded("one", "one", one, "a", []), Recorded("two", "two", two, "b", [])]
+    opening, _ = series_page(recorded, "model", "")
     alone, both = re.findall("<li>(.*?)</li>", opening)
     assert alone.startswith("<b>one</b>: a. The residual stream grows 4-fold: ") and "coder" not in alone
     for stack in ("encoder", "decoder"):
