@@ -441,16 +441,10 @@ class TrainConfig:
 
     def _model_fields(self) -> dict[str, Any]:
         """The model's fields that a run sets, without those of the tokenizer."""
-        return {
-            "scheme": self.scheme,
-            "hidden_size": self.width,
-            "num_hidden_layers": self.depth,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "intermediate_size": self.intermediate,
+        own = {name: getattr(self, field) for name, field in SET_BY.items() if field != "tokenizer"}
+        return own | {
             "initializer_range": INIT_STD if self.init_std is None else self.init_std,
             "max_position_embeddings": self.block_length,
-            "train_seq_len": self.block_length,
             "tie_word_embeddings": True,
             "rms_norm_eps": 1e-6,
             "pad_token_id": None,
