@@ -153,6 +153,7 @@ _REQUIREMENTS = {
     "less_than": "it must be below {lt}",
     "finite_number": "it must be finite",
     "literal_error": "choose one of {expected}",
+    "extra_forbidden": "there is no such field",
 }
 
 

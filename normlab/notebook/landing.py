@@ -94,19 +94,17 @@ def _device(environment: Mapping[str, str]) -> str:
     return f"a CPU with {environment['cpu_capability']}" if device == "cpu" else device
 
 
-def _learned(counts: pd.DataFrame, best: str, known: pd.Series | None = None) -> str:
+def _learned(counts: pd.DataFrame, best: str, known: pd.Series) -> str:
     """The number of runs that have learned, the schemes with runs that have not, and those of which it is unknown.
 
     Args:
         counts: of `claims.learned`.
         best: at which rate.
-        known: runs of each row that store the loss of a trigram model. None: all or none.
+        known: runs of each row that store the loss of a trigram model.
     """
     trigram = "the loss of a trigram model"
     if counts["trigram_loss"].isna().all():
         return f"These runs do not know {trigram}, so nothing says which of them have learned."
-    if known is None:
-        known = counts["seeds"].where(counts["trigram_loss"].notna(), 0)
     total, below = known.sum(), counts["below_trigram"].sum()
     text = f"{below} of {total} runs{best and f'{best},'} have learned: their loss is below those of a unigram, "
     text += f"a bigram and a trigram model of the same text (the trigram's is {counts['trigram_loss'].mean():.2f} "

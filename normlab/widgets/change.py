@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_fault
 from normlab.figures.one_model import MEASURED, Answer
 from normlab.norms.gain import gain_centre, gain_names
 from normlab.probes import record, sites
@@ -63,9 +63,7 @@ class Change(LayerChange):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise NormlabError(f"not a change: {where}: {first['msg']}") from None
+            raise NormlabError(f"not a change: {first_fault(error)}") from None
 
     def at(self, layer: int) -> LayerChange:
         """The change to one block: its own fields where given, else those of all blocks."""
