@@ -24,7 +24,8 @@ from tables import ROOT, site_names
 
 PAGES = (
     "docs/findings.md", "docs/league.md", "docs/compare.md", "docs/spikes.md", "docs/papers.md", "docs/measure.md",
-    "docs/forms.md", "docs/beside.md", "docs/statistics.md", "docs/extend/kernel.md", "kernels/README.md", "data/README.md", "README.md",
+    "docs/forms.md", "docs/beside.md", "docs/statistics.md", "docs/extend/kernel.md", "kernels/README.md",
+    "data/README.md", "README.md",
 )  # fmt: skip
 
 

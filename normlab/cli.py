@@ -22,16 +22,8 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
 
-from normlab.errors import (
-    STOPPED,
-    NormlabError,
-    ended_by,
-    ends_at_once,
-    fail,
-    is_first_rank,
-    show_warning,
-    without_bars,
-)
+from normlab.errors import STOPPED, NormlabError, ended_by, ends_at_once, fail, is_first_rank, show_warning
+from normlab.loading import without_bars
 
 
 class Command(NamedTuple):

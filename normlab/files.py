@@ -1,18 +1,23 @@
-"""Files that are written whole or not at all.
+"""Files that are written whole or not at all, and by one process.
 
 whole_file     one file
 whole_files    files of a folder, each under its name once all are written
 whole_folder   a folder that is there once all of it is
-publish, sync  the steps of both
+first_folder   the same; of several processes that write it the first one's stays
+publish, sync  the steps of these
+locked         what one process works on at a time
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from normlab.errors import NormlabError
 
 STAGED = ".writing"
 
@@ -62,6 +67,24 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def first_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write in. It becomes `folder` when the block ends, unless another process has written that meanwhile.
+
+    A failing block leaves nothing.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as around:
+        staged = Path(around) / folder.name  # with the rights of any new folder, which a temporary one has not
+        staged.mkdir()
+        yield staged
+        try:
+            os.rename(staged, folder)
+        except OSError:
+            if not all((folder / path.name).exists() for path in staged.iterdir()):
+                raise
+
+
+@contextmanager
 def _new(folder: Path) -> Iterator[None]:
     """A new folder, without what a killed process left in it, and gone when the block ends."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -70,6 +93,27 @@ def _new(folder: Path) -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """Hold a lock file, which is removed in the end; if the process dies, the operating system frees it.
+
+    NormlabError: another process holds it. `busy` says so.
+    """
+    from filelock import FileLock, Timeout
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise NormlabError(busy) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
 
 
 def publish(staged: Path, final: Path) -> None:

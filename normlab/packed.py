@@ -19,12 +19,12 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from normlab.errors import NormlabError, fail, first_line
-from normlab.files import sync
+from normlab.files import locked, sync
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -269,20 +269,9 @@ def add(sweep: Path, folder: Path) -> Path | None:
 _FILES = (MANIFEST, *(f"{name}.parquet" for name in TABLES))
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path) -> AbstractContextManager[None]:
     """NormlabError: another process packs in this folder."""
-    from filelock import FileLock, Timeout
-
-    lock = folder / f".{FILE}.lock"
-    try:
-        with FileLock(lock, timeout=0):
-            try:
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-    except Timeout:
-        raise NormlabError(f"another process packs the runs of {folder}: wait for it") from None
+    return locked(folder / f".{FILE}.lock", f"another process packs the runs of {folder}: wait for it")
 
 
 def _has_another_text(path: Path, pack: Pack) -> bool:

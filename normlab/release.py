@@ -9,11 +9,11 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 from normlab.errors import ANSWER_SECONDS, NormlabError, first_line
+from normlab.files import first_folder
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -63,23 +63,18 @@ def _fetched(url: str) -> Path:
     folder = Path(platformdirs.user_cache_dir("normlab")) / release / archive.removesuffix(".tar.gz")
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as staging:
-        fetched = Path(staging) / archive
+    with first_folder(folder) as staged:
+        fetched = staged / archive
         before = socket.getdefaulttimeout()
         try:
             socket.setdefaulttimeout(ANSWER_SECONDS)  # PyTorch's download sets none
             download_url_to_file(url, str(fetched), progress=sys.stderr.isatty())
-            shutil.unpack_archive(fetched, Path(staging) / "unpacked", filter="data")
+            shutil.unpack_archive(fetched, staged, filter="data")
+            fetched.unlink()
         except Exception as error:
             raise NormlabError(
                 f"{url} cannot be fetched ({first_line(error)}); pass the path of a checkout's data folder"
             ) from error
         finally:
             socket.setdefaulttimeout(before)
-        try:
-            os.rename(Path(staging) / "unpacked", folder)
-        except OSError:  # another process fetched it meanwhile
-            if not folder.is_dir():
-                raise
     return folder

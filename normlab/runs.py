@@ -9,6 +9,7 @@
 load_runs                    one long table of every run below a path
 load_experiments             the same of what was measured once, after training
 load_configs, read_configs   each run's configuration: one row per run; as data
+read_runs                    every run below a path
 read_run, read_manifest      one run, its manifest
 
 All but the last take addresses too. The table leaves out runs of `.partial`.
@@ -90,7 +91,7 @@ class _Config(_Part):
     width: PositiveInt
     seed: NonNegativeInt
     lr: PositiveFloat
-    dtype: str = "float32"
+    dtype: str = LATER_FIELDS["dtype"]
     model: dict[str, Any] = {}
 
 
@@ -135,6 +136,12 @@ class Run:
     @property
     def name(self) -> str:
         return self.manifest["run"]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of the run's `TrainConfig`, also those that came after the run, with what they were in it."""
+        own = self.manifest["config"]
+        return own | LATER_FIELDS | own
 
     @property
     def status(self) -> str:
@@ -223,10 +230,11 @@ class Run:
         return pack.table(self.path.name, name) if pack is not None and self.path.name in pack.names else None
 
     def _keys(self) -> dict[str, Any]:
-        config = LATER_FIELDS | self.manifest["config"]
-        config["recipe"] = _recipe(config)
-        keys = {"run": self.name, "status": self.status, **{k: config[k] for k in RUN_COLUMNS if k in config}}
-        return keys | {"lr": rounded_rate(config["lr"])} if "lr" in config else keys
+        """Of each of RUN_COLUMNS, its value."""
+        config = self.config
+        keys = config | {"run": self.name, "status": self.status, "lr": rounded_rate(config["lr"])}
+        keys["recipe"] = _recipe(config)
+        return {name: keys[name] for name in RUN_COLUMNS}
 
     def load_model(self) -> Any:
         """The trained model (`NormlabForCausalLM`). NormlabError: the weights were not kept, or do not fit."""
@@ -443,7 +451,7 @@ def _files_below(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in (packed.FILE, MANIFEST) if name in files)
 
 
-def _each(path: Paths, read: Callable[[Run], Any]) -> dict[Path, Any]:
+def _each(path: Paths, read: Callable[[Run], Any] = lambda run: run) -> dict[Path, Any]:
     """`read` of each run at or below `path` (or several paths), by directory.
 
     A run that cannot be read, is in a second directory too, or has the name of another on another text, is named in a
@@ -566,12 +574,21 @@ def load_experiments(path: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     return _with_keys(*zip(*measured, strict=True))
 
 
-def read_configs(path: str | Path | Iterable[str | Path]) -> dict[str, dict[str, Any]]:
-    """The configuration of each run at or below `path` (or several paths): the fields of its `TrainConfig`, by run.
+def read_runs(path: Paths) -> list[Run]:
+    """All runs at or below `path` (or several paths).
 
     A run that cannot be read is named in a warning and left out. NormlabError: none is left.
     """
-    return {run.name: run.manifest["config"] for run in _each(path, lambda run: run).values()}
+    return list(_each(path).values())
+
+
+def read_configs(path: str | Path | Iterable[str | Path]) -> dict[str, dict[str, Any]]:
+    """The configuration of each run at or below `path` (or several paths): the fields of its `TrainConfig`, by run.
+
+    A field that came after a run has the value that it had in that run. A run that cannot be read is named in a warning
+    and left out. NormlabError: none is left.
+    """
+    return {run.name: run.config for run in _each(path).values()}
 
 
 def load_configs(path: str | Path) -> pd.DataFrame:
@@ -585,9 +602,8 @@ def load_configs(path: str | Path) -> pd.DataFrame:
     import pandas as pd
 
     rows = {}
-    for run in _each(path, lambda run: run).values():
-        fields = dict(run.manifest["config"]) | {"lr": rounded_rate(run.manifest["config"]["lr"])}
-        fields |= {name: value for name, value in LATER_FIELDS.items() if name not in fields}
+    for run in _each(path).values():
+        fields = run.config | {"lr": rounded_rate(run.config["lr"])}
         model = fields.pop("model", {})
         rows[run.name] = {"status": run.status, "eval_loss": run.eval_loss, **fields, **model}
     table = pd.DataFrame.from_dict(rows, orient="index")

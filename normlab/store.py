@@ -5,7 +5,7 @@ write_json, write_stats      a run's files
 inside                       the one way from a name in data to a path
 check_root                   refuse a directory that holds something else
 local_folder                 context: the folder where runs are trained, and whence they are uploaded in the end
-to_train, exclusive          contexts: a run, or anything else, that one process works on at a time
+to_train                     context: a run that one process trains at a time
 full_disk_named              context: a full disk is one line
 Remote                       runs at an address that fsspec knows: s3://..., file:///..., memory://...
 is_address, child, is_run    the same for directories and addresses
@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from normlab import packed
 from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, in_one_line
+from normlab.files import locked, whole_file
 from normlab.files import publish as publish
-from normlab.files import whole_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -234,27 +234,12 @@ def to_train(root: Path, run: str) -> Iterator[bool]:
     if is_run(root / run):  # without the lock: the directory may be read-only
         yield False
         return
-    with exclusive(root / PARTIAL / f"{run}.lock"):
-        yield not is_run(root / run)  # another process may have finished it just now
-
-
-@contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock file, which the operating system frees if the process dies. NormlabError: another process holds it.
-
-    In the end the file is removed, and its directory if nothing else is in it.
-    """
-    from filelock import FileLock, Timeout
-
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(path, timeout=0):
-            yield
-            path.unlink(missing_ok=True)
-    except Timeout:
-        raise NormlabError(f"another process is training {path.stem}; wait for it or stop it") from None
-    with suppress(OSError):  # another run is in progress
-        path.parent.rmdir()
+        with locked(root / PARTIAL / f"{run}.lock", f"another process is training {run}; wait for it or stop it"):
+            yield not is_run(root / run)  # another process may have finished it just now
+    finally:
+        with suppress(OSError):  # another run is in progress
+            (root / PARTIAL).rmdir()
 
 
 @contextmanager

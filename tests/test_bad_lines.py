@@ -16,7 +16,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from training_helpers import tiny, write_run, write_text
 
-from normlab import NormlabError, cli, errors, runs, store
+from normlab import NormlabError, cli, errors, loading, runs, store
 from normlab.study.presets import PRESETS
 from normlab.training.text import source
 from normlab.training.text.corpus import corpus_of
@@ -224,7 +224,7 @@ def test_a_hub_that_does_not_answer_is_one_line(arguments, tmp_path, refused, mo
     from huggingface_hub import constants
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(errors, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(loading, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")

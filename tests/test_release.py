@@ -78,10 +78,23 @@ def test_a_run_of_another_text_is_not_kept(done, cache, tmp_path):
 
 def test_runs_that_would_have_one_name_are_not_kept(done, tmp_path):
     for seed in range(2):
-        copy = tmp_path / f"seed{seed}" / done.name
+        copy = tmp_path / f"seed{seed}"
         shutil.copytree(done.path, copy)
+        store.write_json(copy / runs.MANIFEST, {**done.manifest, "run": f"seed{seed}"})
     with pytest.raises(NormlabError, match="2 of these runs would be"):
         keep(tmp_path, tmp_path / "models")
+
+
+def test_a_run_that_is_damaged_or_there_twice_keeps_no_other_from_being_kept(done, cache, tmp_path):
+    for name in ("a", "b", "damaged"):
+        shutil.copytree(done.path, tmp_path / "runs" / name / done.name)
+    (tmp_path / "runs" / "a" / done.name / runs.WEIGHTS).unlink()
+    (tmp_path / "runs" / "damaged" / done.name / runs.MANIFEST).write_text("{")
+    with pytest.warns(UserWarning, match="left out: .*manifest.json cannot be read"):
+        assert [path.name for path in keep(tmp_path / "runs", tmp_path / "models", cache)] == ["bhyt-d2"]
+    shutil.copytree(done.path, tmp_path / "runs" / "c" / done.name)
+    with pytest.warns(UserWarning, match=f"left out: .*c.{done.name}, as .* is the same run"):
+        assert [path.name for path in keep(tmp_path / "runs", tmp_path / "models", cache)] == ["bhyt-d2"]
 
 
 def test_runs_without_weights_are_named(tmp_path, done):

@@ -206,8 +206,10 @@ def test_what_runs_were_configured_with_is_read_beside_the_table(tmp_path):
     (make_run(tmp_path, "bad") / runs.MANIFEST).write_text("{")
     run = runs.read_run(path)
     with pytest.warns(UserWarning, match="left out: .*bad"):
-        assert runs.read_configs(tmp_path) == {run.name: run.manifest["config"]}
-    assert runs.read_configs([path]) == {run.name: run.manifest["config"]}
+        assert runs.read_configs(tmp_path) == {run.name: run.config}
+    with pytest.warns(UserWarning, match="left out: .*bad"):
+        assert runs.read_runs(tmp_path) == [run]
+    assert runs.read_configs([path]) == {run.name: runs.LATER_FIELDS | CONFIG}
     assert load_runs(path).attrs == {runs.SOURCE: [str(path)]}
 
 
@@ -232,6 +234,7 @@ def test_configurations_have_the_fields_that_manifests_lack(tmp_path):
         values = expected.to_dict()
         found = {field: None if pd.isna(value) else value for field, value in table.loc[name].items()}
         assert found == values.pop("model") | values
+    assert runs.read_configs(tmp_path)["old"] == TrainConfig.from_dict(old).to_dict()
     shipped = runs.load_configs(Path(__file__).resolve().parents[1] / "data" / "depth")
     assert fields <= set(shipped) and set(shipped["dtype"]) == {"float32"}
 
@@ -283,14 +286,17 @@ def test_json_is_replaced_whole(tmp_path, monkeypatch):
 
 def test_a_lock_goes_with_its_process_and_its_file_with_the_run(tmp_path):
     lock = tmp_path / store.PARTIAL / "run.lock"
-    with store.exclusive(lock):
+    with store.to_train(tmp_path, "run"):
         assert lock.exists()
     assert not lock.parent.exists()
-    with store.exclusive(lock):
+    with store.to_train(tmp_path, "run"):
         lock.unlink()  # as whoever clears the folder does
+    with pytest.raises(ZeroDivisionError), store.to_train(tmp_path, "run"):
+        raise ZeroDivisionError
+    assert not lock.parent.exists()
     (tmp_path / store.PARTIAL).mkdir()
     (tmp_path / store.PARTIAL / "other").mkdir()
-    with store.exclusive(lock):
+    with store.to_train(tmp_path, "run"):
         pass
     assert [path.name for path in lock.parent.iterdir()] == ["other"]
 

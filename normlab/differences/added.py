@@ -18,6 +18,7 @@ import pandas as pd
 from torch import Tensor
 
 from normlab.differences.capture import EMBEDDINGS, LOGITS, Site, capture, capture_until, relative_difference
+from normlab.differences.cause import Cause
 from normlab.differences.causes import Evidence, Side, causes_of, has_cause, rotary_tables
 
 ROUNDINGS = 6.0  # of float32, by which two float64 copies may differ
@@ -86,8 +87,8 @@ def added_by_blocks(a: Side, b: Side, rounded: Side, least: float, mask: Tensor 
 
 
 def explained_parts(
-    evidence: Evidence, cause: str | None, rounded: Side, least: float, most: int | None
-) -> tuple[str | None, list[str]]:
+    evidence: Evidence, cause: Cause | None, rounded: Side, least: float, most: int | None
+) -> tuple[Cause | None, list[str]]:
     """The first cause with the number of parts that have it, and sentences about the block that adds most.
 
     Args:
@@ -108,14 +109,14 @@ def explained_parts(
         others = [row.site for row in rows if row.site in alike and row.site != first]
         sharing |= {site for site in others if has_cause(Evidence(a, b, site, mask), cause)}
         if len(sharing) > 1:
-            tables = "rotary" in cause and rotary_tables(b.model) == len(alike)
+            tables = cause.of_rotary and rotary_tables(b.model) == len(alike)
             what = "rotary tables" if tables else "norms" if kind == "_norm_out" else "blocks"
             count = "all" if len(sharing) == len(alike) else f"{len(sharing)} of"
-            cause = f"{count} {len(alike)} {what}: {cause}"
+            cause = cause._replace(words=f"{count} {len(alike)} {what}: {cause.words}")
     worst = max((row for row in rows if row.site.layer == most), key=lambda row: row.difference, default=None)
     if most is None or worst is None or worst.site in sharing:
         return cause, []
     site = worst.site
-    found = causes_of(Evidence(a, b, site, mask))[:1] or [f"differs by {worst.difference:.1e}"]
+    found = causes_of(Evidence(a, b, site, mask))[:1] or [Cause("differs", f"by {worst.difference:.1e}")]
     where = f"block {site.layer}, " if 1 <= site.layer <= a.captured.depth else ""
     return cause, [f"{where}{site.words()}: {found[0]}"]

@@ -1,7 +1,7 @@
 """Name what makes two models part at a site: weights first, then what the site computes, then trials.
 
-`causes_of(evidence)` asks each rule in turn and returns sentences, the surest first. B's weights are put into A: those
-that explain nothing come last.
+`causes_of(evidence)` asks each rule in turn and returns what it finds, the surest first. B's weights are put into A:
+those that explain nothing come last.
 
 A trial changes the block of model A as a known fault would, and runs it on what it read. It holds where A then agrees
 with B at the site.
@@ -35,6 +35,7 @@ from normlab.differences.capture import (
     head_name,
     relative_difference,
 )
+from normlab.differences.cause import Cause, in_words
 from normlab.differences.forms import (
     BETTER,
     CLOSE,
@@ -97,26 +98,22 @@ class Evidence(NamedTuple):
         return self.a.tensors.get(Site("block_out", before) if before else Site(EMBEDDINGS, 0))
 
 
-def causes_of(evidence: Evidence) -> list[str]:
-    """Sentences that say what differs at `evidence.site`, at most 5; empty where no rule holds."""
+def causes_of(evidence: Evidence) -> list[Cause]:
+    """What differs at `evidence.site`, at most 5; empty where no rule holds."""
     a, b = (tuple(side.tensors[evidence.site].shape) for side in (evidence.a, evidence.b))
     if a != b:
-        return [f"its shape is {a} in A and {b} in B"]
+        return [Cause(f"its shape is {a} in A and {b} in B")]
     if evidence.site.name.endswith("_grad"):
-        return ["every forward value agrees: a custom backward, a detached tensor or a scaled gradient"]
+        return [Cause("every forward value agrees: a custom backward, a detached tensor or a scaled gradient")]
     weights, unneeded = _ranked_weights(evidence)
     causes = [cause for rule in (_reads, _function, _trials) for cause in rule(evidence)]
     return list(dict.fromkeys([*weights, *causes, *unneeded]))[:5]
 
 
-def has_cause(evidence: Evidence, cause: str) -> bool:
-    """True if `cause`, that of another site, explains this one too. Sizes in brackets or at the end may be others."""
-
-    def plain(words: str) -> str:
-        return re.sub(r" \(.*?\)| by [\d.e+-]+(?= \(|$)", "", words)
-
+def has_cause(evidence: Evidence, cause: Cause) -> bool:
+    """True if `cause`, that of another site, explains this one too, in whatever size."""
     found = (one for rule in (_weights, _function, partial(_trials, only=cause)) for one in rule(evidence))
-    return any(plain(one) == plain(cause) for one in found)
+    return any(one.words == cause.words for one in found)
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -128,16 +125,16 @@ class _Weights(NamedTuple):
     a: dict[str, Tensor]
     b: dict[str, Tensor]
     pairs: dict[str, str]
-    said: dict[str, str]  # by A's name, or B's of what A does not have
+    said: dict[str, Cause]  # by A's name, or B's of what A does not have
 
 
-def _weights(e: Evidence) -> list[str]:
+def _weights(e: Evidence) -> list[Cause]:
     """Compare the parameters of the part of each model that computes the site."""
     found = _compared(e)
     return _of_all(e, found) + list(found.said.values())
 
 
-def _ranked_weights(e: Evidence) -> tuple[list[str], list[str]]:
+def _ranked_weights(e: Evidence) -> tuple[list[Cause], list[Cause]]:
     """The causes among the weights: those with which A's part agrees with B, then those that explain nothing.
 
     What cannot be put into A is among the first, if the rest does not explain B.
@@ -158,8 +155,9 @@ def _compared(e: Evidence) -> _Weights:
     head = _head_width(e.a.model)
     a, b = aligned(_tensors_at(e.site, e.a), _tensors_at(e.site, e.b), head)
     pairs = _pairs(a, b)
+    weights = {n for n, _ in _stored_at(e.site, e.a)[0].named_parameters(remove_duplicate=False)}
     causes = {
-        name: f"{_short(name)} {said}"
+        name: said._replace(words=f"{_short(name)} {said.words}", of_rotary="freq" in name and name not in weights)
         for name, other in pairs.items()
         if (said := _how(a[name], b[other], name, a, head)) is not None
     }
@@ -171,11 +169,11 @@ def _compared(e: Evidence) -> _Weights:
             identity = _identity(name, x)
             if identity is None or not torch.equal(x, identity):
                 kind = "bias" if "bias" in name else "parameter"
-                causes[name] = f"missing {kind}: {_short(name)} is only in {'A' if only_a else 'B'}"
+                causes[name] = Cause(f"missing {kind}: {_short(name)} is only in {'A' if only_a else 'B'}")
     return _Weights(a, b, pairs, causes)
 
 
-def _of_all(e: Evidence, found: _Weights) -> list[str]:
+def _of_all(e: Evidence, found: _Weights) -> list[Cause]:
     """What all weights together show."""
     return _tied(e) + _by_other_block(e, found.a, found.b) if found.said else []
 
@@ -284,14 +282,14 @@ def _short(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _tied(e: Evidence) -> list[str]:
+def _tied(e: Evidence) -> list[Cause]:
     """At the logits, B's head equal to B's token embeddings where A's are two matrices."""
     models = (e.a.model, e.b.model)
     if e.site.name != LOGITS or not all(hasattr(model, "get_output_embeddings") for model in models):
         return []
     pairs = [(m.get_output_embeddings().weight, m.get_input_embeddings().weight) for m in models]
     a, b = (head.shape == embedding.shape and torch.equal(head, embedding) for head, embedding in pairs)
-    return [f"the head and the token embeddings are tied in {'A' if a else 'B'} only"] if a != b else []
+    return [Cause(f"the head and the token embeddings are tied in {'A' if a else 'B'} only")] if a != b else []
 
 
 def _tensors_at(site: Site, side: Side, *, detached: bool = True) -> dict[str, Tensor]:
@@ -374,65 +372,62 @@ def _whole(site: Site, roles: Roles, name: str) -> str:
     return roles.wholes.get(name, name)
 
 
-def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) -> str | None:
-    """Say how b differs from a; None where it does not."""
+def _how(a: Tensor, b: Tensor, name: str, others: dict[str, Tensor], head: int) -> Cause | None:
+    """How b differs from a; None where it does not."""
     if a.shape == b.shape and torch.equal(a, b):
         return None
     if a.shape != b.shape:
-        return f"has shape {tuple(b.shape)}, not {tuple(a.shape)}"
+        return Cause("has shape", f"{tuple(b.shape)}, not {tuple(a.shape)}")
     if a.isfinite().all() and not b.isfinite().all():
         largest = float(a.abs().max())
-        return f"overflows in B: it is {largest:.3g} in A" if largest > 65504 else "is not finite in B"  # of float16
+        is_over = largest > 65504  # float16's
+        return Cause(f"overflows in B: it is {largest:.3g} in A" if is_over else "is not finite in B")
     if float(b.abs().max()) == 0:
-        return "is zero in B: " + ("a missing bias" if name.endswith("bias") else "not loaded?")
+        return Cause("is zero in B: " + ("a missing bias" if name.endswith("bias") else "not loaded?"))
     if b.numel() > 1 and _is_constant(b) and not _is_constant(a):
         value = float(b.flatten()[0])
-        return f"is {'all ones' if value == 1 else f'{value:g} everywhere'} in B: not loaded?"
+        return Cause(f"is {'all ones' if value == 1 else f'{value:g} everywhere'} in B: not loaded?")
     some = b.flatten()[:: max(1, b.numel() // 4096)]
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         if torch.equal(a.to(dtype).to(a.dtype), b) and len(some.unique()) > 2:  # fewer are alike by chance
-            return f"is rounded to {_name(dtype)}: a cast"
+            return Cause(f"is rounded to {in_words(dtype)}: a cast", cast=dtype)
     if "inv_freq" in name:
-        return _rotary(a, b)
+        return Cause(_rotary(a, b))
     if a.ndim == 2 and a.shape[0] == a.shape[1] and same(a.T, b):
-        return "is transposed"
+        return Cause("is transposed")
     if float(a.abs().max()) == 0:
-        return "is zero in A only"
+        return Cause("is zero in A only")
     twin = next(
         (n for n, x in others.items() if n != name and x.shape == b.shape and a.ndim > 1 and torch.equal(x, b)), None
     )
     if twin is not None:
-        return f"holds A's {_short(twin)}: swapped, or tied"
+        return Cause(f"holds A's {_short(twin)}: swapped, or tied")
     offset = (b - a).flatten()
     by = float(offset.mean())
     is_offset = float((offset - by).abs().max()) < 1e-6 * abs(by)
     plus = f"is A's {'+' if by > 0 else '-'} {abs(by):g}"
     if is_offset and abs(abs(by) - 1) < 1e-6 and a.ndim == 1 and len(a) > 1 and "bias" not in name:
-        return f"{plus}: a gain of 1 + w?"
+        return Cause(f"{plus}: a gain of 1 + w?")
     scale = float((a * b).sum() / a.square().sum())
     if explains(scale * a, a, b):
-        return f"is A's times {scale:.6g}: scaled"
+        return Cause(f"is A's times {scale:.6g}: scaled")
     if is_offset:
-        return plus
+        return Cause(plus)
     if (permuted := _permuted(a, b, head)) is not None:
         return permuted
     size = f"(relative difference {relative(a, b):.1e})"
     heads = [head if re.search(pattern, name) else 0 for pattern in _HEADS]
     if (places := places_of_change(a, b, heads)) is not None:
-        return f"differs in {places} {size}"
+        return Cause(f"differs in {places}", size)
     rank = rank_of_change(a, b) if a.ndim == 2 else None
-    return f"has other values {size}" if rank is None else f"has a change of rank {rank}: a LoRA? {size}"
+    return Cause("has other values" if rank is None else f"has a change of rank {rank}: a LoRA?", size)
 
 
 def _is_constant(x: Tensor) -> bool:
     return bool((x == x.flatten()[0]).all())
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _permuted(a: Tensor, b: Tensor, head: int) -> str | None:
+def _permuted(a: Tensor, b: Tensor, head: int) -> Cause | None:
     """Rows or columns in another order: of heads, within heads, or of all."""
     for dim, word in ((0, "rows"), (1, "columns")) if a.ndim == 2 else ((0, "entries"),) if a.ndim == 1 else ():
         x, y = (t if dim == 0 else t.T for t in (a, b))
@@ -442,10 +437,10 @@ def _permuted(a: Tensor, b: Tensor, head: int) -> str | None:
         index = torch.arange(len(order))
         if head and len(order) % head == 0:
             if torch.equal(order // head, index // head):
-                return f"has {word} in another order within each head: the layout of the rotary embedding?"
+                return Cause(f"has {word} in another order within each head: the layout of the rotary embedding?")
             if torch.equal(order % head, index % head):
-                return f"has heads permuted ({word})"
-        return f"has {word} permuted"
+                return Cause("has heads permuted", f"({word})")
+        return Cause(f"has {word} permuted")
     return None
 
 
@@ -479,7 +474,7 @@ def _base(frequencies: Tensor) -> float | None:
     return math.exp(float(step.mean()) * len(frequencies)) if is_even else None
 
 
-def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> list[Cause]:
     """Block of A whose weights B has at this block."""
     module, here = _part(e.site, e.a)[0], e.block
     if not here or module is None or not module.startswith(here):
@@ -491,7 +486,7 @@ def _by_other_block(e: Evidence, a: dict[str, Tensor], b: dict[str, Tensor]) -> 
             changed = [n for n in other if n in b and n in a and not torch.equal(a[n], b[n])]
             is_told = any(len(other[n].unique()) > 1 for n in changed)  # not a gain of ones
             if layer != e.site.layer and is_told and all(torch.equal(other[n], b[n]) for n in changed):
-                return [f"B has the weights of A's block {layer} here"]
+                return [Cause(f"B has the weights of A's block {layer} here")]
     return []
 
 
@@ -510,28 +505,28 @@ def _head_width(model: nn.Module) -> int:
 # --- what is read, and what is computed from it ----------------------------------------------------------------------
 
 
-def _reads(e: Evidence) -> list[str]:
+def _reads(e: Evidence) -> list[Cause]:
     """A tensor of another site of A that B has at this one."""
     b = e.b.tensors[e.site]
     closeness = min(CLOSE, relative_difference(e.a.tensors[e.site], b, e.mask) / BETTER)
     for site, x in e.a.tensors.items():
         if site != e.site and x.shape == b.shape and relative_difference(x, b, e.mask) < closeness:
             where = f" of block {site.layer}" if 1 <= site.layer <= len(e.a.roles.blocks) else ""
-            return [f"B holds A's {site.words()}{where} here: the wrong hidden state, or a part left out"]
+            return [Cause(f"B holds A's {site.words()}{where} here: the wrong hidden state, or a part left out")]
     return []
 
 
-def _function(e: Evidence) -> list[str]:
+def _function(e: Evidence) -> list[Cause]:
     """Compare the outputs as functions of what both sites read."""
     x, y = (counted(side.tensors[e.site].double(), e.mask) for side in (e.a, e.b))
     if x is None or y is None or x.shape != y.shape or torch.equal(x, y):
         return []
     if not bool(y.isfinite().all()):
-        return ["B is not finite here"]
+        return [Cause("B is not finite here")]
     if not bool(y.any()):
-        return ["B is zero here"]
+        return [Cause("B is zero here")]
     causes = [
-        f"all values are rounded to {_name(dtype)}: a cast"
+        Cause(f"all values are rounded to {in_words(dtype)}: a cast", cast=dtype)
         for dtype in (torch.bfloat16, torch.float16)
         if torch.equal(y.to(dtype).double(), y) and not torch.equal(x.to(dtype).double(), x) and relative(x, y) < CAST
     ][:1]
@@ -547,13 +542,14 @@ def _function(e: Evidence) -> list[str]:
     if explains(scale * x, x, y) and abs(scale - 1) > 1e-3:
         root = math.sqrt(x.shape[-1])
         known = [w for w, v in ((" = sqrt(width)", root), (" = 1/sqrt(width)", 1 / root)) if abs(scale / v - 1) < 1e-3]
-        causes.append(f"ratio {scale:.6g}{''.join(known)} everywhere: scaled")
+        causes.append(Cause(f"ratio {scale:.6g}{''.join(known)} everywhere: scaled"))
     by_token = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
     if not causes and explains(by_token * x, x, y):
         module = e.a.model.get_submodule(e.a.captured.modules.get(e.site, ""))
         experts = any("expert" in name for name, _ in module.named_modules())
         why = "the experts' weights are not normalized, or twice" if experts else "another norm or scale"
-        causes.append(f"each token is scaled by {float(by_token.min()):.3g} to {float(by_token.max()):.3g}: {why}")
+        factors = f"{float(by_token.min()):.3g} to {float(by_token.max()):.3g}"
+        causes.append(Cause(f"each token is scaled by {factors}: {why}"))
     return causes + _sum(e, x, y)
 
 
@@ -564,7 +560,7 @@ def _eps(norm: nn.Module) -> float | None:
     return next((value for value in values if isinstance(value, float) and value > 0), None)
 
 
-def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
+def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[Cause]:
     """A sum of the stream and a branch with other coefficients."""
     if not (e.site.name.endswith("norm_in") or e.site.name == "block_out"):
         return []
@@ -589,7 +585,7 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
         return []
     before, after = ([round(c, 6) + 0.0 for c in coefficients.tolist()] for coefficients in solved)
     return [
-        f"{words} enters the sum times {new:.5g}, not {old:.5g}" if new else f"{words} is left out of the sum"
+        Cause(f"{words} enters the sum times {new:.5g}, not {old:.5g}" if new else f"{words} is left out of the sum")
         for words, old, new in zip(rows, before, after, strict=True)
         if abs(old - new) > 1e-4
     ]
@@ -598,7 +594,7 @@ def _sum(e: Evidence, x: Tensor, y: Tensor) -> list[str]:
 # --- trials ----------------------------------------------------------------------------------------------------------
 
 
-def _trials(e: Evidence, only: str | None = None) -> list[str]:
+def _trials(e: Evidence, only: Cause | None = None) -> list[Cause]:
     """Change A as known faults would, or as `only` this one, and see whether it then agrees with B."""
     if e.site.name.endswith("norm_out"):  # of a norm that reads what A's reads, which no trial changes
         return []
@@ -628,7 +624,7 @@ def _entered(e: Evidence, model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _other_inputs(e: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
+def _other_inputs(e: Evidence) -> Iterator[tuple[Cause, dict[str, Any]]]:
     rows, length = next(iter(e.a.tensors.values())).shape[:2]
     device = next(x.device for x in e.a.inputs.values() if isinstance(x, Tensor))
     order = torch.arange(length, device=device)
@@ -638,10 +634,10 @@ def _other_inputs(e: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
         choices[": counted without the padding"] = (e.mask.to(device).cumsum(1) - 1).clamp_min(0)
     choices[": all are 0, as without a rotary embedding"] = torch.zeros(rows, length, dtype=torch.long, device=device)
     for words, positions in choices.items():
-        yield f"positions are off{words}", e.a.inputs | {"position_ids": positions}
+        yield Cause(f"positions are off{words}"), e.a.inputs | {"position_ids": positions}
     if e.mask is not None and e.a.roles.mask_name is not None:
         rest = {name: value for name, value in e.a.inputs.items() if name != e.a.roles.mask_name}
-        yield "B ignores the padding mask", rest
+        yield Cause("B ignores the padding mask"), rest
 
 
 # Attribute of a block's modules or of the configuration -> the values that a port may have in its place, in words.
@@ -663,7 +659,7 @@ _ACTIVATION = r"(^|\.)(act|act_fn|activation\w*|gelu_impl)$"
 Change = Callable[[Any], bool]
 
 
-def _changed(e: Evidence, only: str | None) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+def _changed(e: Evidence, only: Cause | None) -> Iterator[tuple[Cause, nn.Module, dict[str, Any]]]:
     """Causes, or `only` one, each with A changed by it and what that is called with."""
     places = [(e.block, _mlp_changes())] if e.block else []
     if not _is_mlp(e.site):
@@ -703,48 +699,49 @@ def _copy_to_change(model: nn.Module, where: str) -> nn.Module:
     return copy.deepcopy(model, {id(x): x for x in shared})
 
 
-def _model_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
+def _model_changes(e: Evidence) -> Iterator[tuple[Cause, Change]]:
     root = math.sqrt(e.a.tensors[e.site].shape[-1])
     if e.site.name == EMBEDDINGS and hasattr(e.a.model, "get_input_embeddings"):
         for words, factor in (("sqrt(width)", root), ("1/sqrt(width)", 1 / root)):
-            yield f"token embeddings are scaled by {words}", partial(_scale_tokens, factor=factor)
+            yield Cause(f"token embeddings are scaled by {words}"), partial(_scale_tokens, factor=factor)
     own = next(iter(_rotary_buffers(e.a.model).values()), None)
     unscaled = None if own is None or float(own[0]) == 1 else _base(own)  # A's positions are scaled by one factor
     for base in _BASES:
         is_own = unscaled is not None and abs(unscaled / base - 1) < 1e-3
         words = "rotary positions are scaled in A, and not in B" if is_own else f"a rotary base of {base:g}"
-        yield words, partial(_set_rotary_base, base=base)
+        yield Cause(words, of_rotary=True), partial(_set_rotary_base, base=base)
     for factor in sorted({1.0, *_rotary_factors(e.b.model)}):
         words = f"cosines and sines are multiplied by {factor:g} in B: another attention factor, as of YaRN"
-        yield words, partial(_set_rotary_factor, factor=factor)
+        yield Cause(words, of_rotary=True), partial(_set_rotary_factor, factor=factor)
     words, whole = f"a rotary base of {_BASES[0]:g}, of all features of a head", _head_width(e.a.model) // 2
-    yield words, partial(_set_rotary_base, base=_BASES[0], count=whole)
+    yield Cause(words, of_rotary=True), partial(_set_rotary_base, base=_BASES[0], count=whole)
     for name, values in _SETTINGS.items():
         for value, words in values.items():
-            yield f"B has {words}", partial(_set, block=e.block, name=name, value=value)
+            yield Cause(f"B has {words}"), partial(_set, block=e.block, name=name, value=value)
     types = getattr(_config(e.a.model), "layer_types", None) or ()
     for kind in set(types) if e.block else ():
         words = f"B has {kind.replace('_', ' ')} in this layer, by another window"
-        yield words, partial(_set, block="", name="layer_types", value=[kind] * len(types))
+        yield Cause(words), partial(_set, block="", name="layer_types", value=[kind] * len(types))
 
 
-def _attention_changes(e: Evidence) -> Iterator[tuple[str, Change]]:
+def _attention_changes(e: Evidence) -> Iterator[tuple[Cause, Change]]:
     config, head = _config(e.a.model), _head_width(e.a.model)
     pairs = torch.arange(head // 2 * 2).reshape(-1, 2).T.flatten()
     if head > 1 and head % 2 == 0:
-        yield "another layout of the rotary embedding: interleaved pairs", partial(_reorder_heads, order=pairs)
-        yield "another layout of the rotary embedding: halves", partial(_reorder_heads, order=pairs.argsort())
+        for words, order in (("interleaved pairs", pairs), ("halves", pairs.argsort())):
+            cause = Cause(f"another layout of the rotary embedding: {words}", of_rotary=True)
+            yield cause, partial(_reorder_heads, order=order)
     heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0)
     if heads and groups and head and 1 < groups < heads:
         order = torch.arange(heads).reshape(heads // groups, groups).T.flatten()  # A's head that takes B's place
         columns = (order[:, None] * head + torch.arange(head)).flatten()
-        yield "keys and values are repeated in another order", partial(_move_heads, columns=columns)
+        yield Cause("keys and values are repeated in another order"), partial(_move_heads, columns=columns)
     yield from _softmax_changes(e, head)
     for words, leaf in (("queries", "q_norm"), ("keys", "k_norm"), ("queries and keys", "[qk]_norm")):
-        yield f"B has no norm of {words}", partial(_put, pattern=rf"(^|\.){leaf}$", module=nn.Identity())
+        yield Cause(f"B has no norm of {words}"), partial(_put, pattern=rf"(^|\.){leaf}$", module=nn.Identity())
 
 
-def _softmax_changes(e: Evidence, head: int) -> Iterator[tuple[str, Change]]:
+def _softmax_changes(e: Evidence, head: int) -> Iterator[tuple[Cause, Change]]:
     """Other scales of the softmax. Where A's attention does not show its own, they are known by their ratio to it."""
     root = math.sqrt(max(head, 1))
     names = {1 / root: "1/sqrt(d_head)", 1 / root**2: "1/d_head", 1.0: "none"}
@@ -755,21 +752,21 @@ def _softmax_changes(e: Evidence, head: int) -> Iterator[tuple[str, Change]]:
     own = _scales(e.a.model.get_submodule(e.block))
     if not own:
         for words, factor in (("1/sqrt(d_head)", 1 / root), ("sqrt(d_head)", root)):
-            yield f"another scale of the softmax: A's times {words}", partial(_scale_queries, factor=factor)
+            yield Cause(f"another scale of the softmax: A's times {words}"), partial(_scale_queries, factor=factor)
         return
     block = _block_of(e.site, e.b.roles)
     of_b = _scales(e.b.model.get_submodule(block)) if block else []
     for scale in dict.fromkeys((1 / root**2, 1.0, 1 / root, own[0] / root, own[0] * root, *of_b)):
         if not math.isclose(scale, own[0], rel_tol=1e-6):
-            cause = f"another scale of the softmax: {named(scale)} in place of {named(own[0])}"
+            cause = Cause(f"another scale of the softmax: {named(scale)} in place of {named(own[0])}")
             yield cause, partial(_scale_queries, factor=scale / own[0])
             yield cause, partial(_set_scaling, scale=scale)  # queries may have a norm
 
 
-def _mlp_changes() -> Iterator[tuple[str, Change]]:
-    yield "gate and up projections are swapped", _swap_gate_and_up
+def _mlp_changes() -> Iterator[tuple[Cause, Change]]:
+    yield Cause("gate and up projections are swapped"), _swap_gate_and_up
     for words, function in _ACTIVATIONS.items():
-        yield f"another activation: {words}", partial(_put, pattern=_ACTIVATION, module=function)
+        yield Cause(f"another activation: {words}"), partial(_put, pattern=_ACTIVATION, module=function)
 
 
 def _scale_tokens(model: Any, factor: float) -> bool:
@@ -888,7 +885,7 @@ def _swap_gate_and_up(block: nn.Module) -> bool:
     return bool(gates or fused)
 
 
-def _sees_later(e: Evidence) -> list[str]:
+def _sees_later(e: Evidence) -> list[Cause]:
     """Change each row's last token: outputs at earlier tokens move in a model without a causal mask."""
     ids = e.a.inputs.get("input_ids")
     if not e.b.inputs or ids is None or ids.ndim != 2 or (e.mask is not None and e.mask.shape != ids.shape):
@@ -909,5 +906,5 @@ def _sees_later(e: Evidence) -> list[str]:
             return []
         moves.append(bool((after - side.tensors[e.site])[earlier].abs().max() > 1e-9))
     if moves == [False, True]:
-        return ["B attends to later tokens: a wrong mask"]
-    return ["A attends to later tokens and B does not: a wrong mask"] if moves == [True, False] else []
+        return [Cause("B attends to later tokens: a wrong mask")]
+    return [Cause("A attends to later tokens and B does not: a wrong mask")] if moves == [True, False] else []

@@ -34,10 +34,11 @@ from normlab.differences.capture import (
     relative_difference,
     roles_of,
 )
+from normlab.differences.cause import Cause, in_words
 from normlab.differences.causes import Evidence, Side, around_norm, causes_of
 from normlab.errors import NormlabError
 from normlab.probes.call_inputs import TokenMask
-from normlab.probes.passes import evaluating, unwrapped
+from normlab.probes.passes import device_of, evaluating, unwrapped
 from normlab.probes.sites import stacks_of
 
 LEAST = 2.0**-22  # relative: below it two float64 copies with parts in float32 are not told apart
@@ -115,8 +116,7 @@ def diff(
     for model in (a, b):
         if isinstance(model, nn.Module) and any(x.is_meta for x in model.parameters()):
             raise NormlabError("weights are offloaded or on the meta device, and diff copies them: load them")
-    device = next((p.device.type for p in a.parameters()), "cpu")
-    with evaluating(a), torch.autocast(device, enabled=False):  # it would round the copies in float32
+    with evaluating(a), torch.autocast(device_of(a).type, enabled=False):  # it would round the copies in float32
         if not isinstance(b, nn.Module):
             return _diff_arrays(a, read_arrays(b), batch, blocks, dtype, mask)
         b = unwrapped(b)
@@ -166,20 +166,20 @@ def _diff_models(
     noise, least = torch.float32, LEAST if exact else WITHOUT_FLOAT64
     rows = compare_sites(side_a.tensors, side_b.tensors, single, least, mask)
     first, causes = _explained(side_a, side_b, rows, mask)
-    is_cast = first is not None and coarser is not torch.float32 and any(_name(coarser) in one for one in causes)
-    in_buffer = any("freq" in one for one in causes)
-    if first is not None and exact and is_cast and not (in_buffer and dtypes[0] is dtypes[1]):
+    casts = [cause for cause in causes if cause.cast is coarser]
+    in_buffer = any(cause.of_rotary for cause in casts)
+    if first is not None and exact and casts and not (in_buffer and dtypes[0] is dtypes[1]):
         # The dtype of the models, written into the code of one: what counts is beyond its rounding.
         if not in_buffer:  # which a note names
             part = f"{first.words()} of block {first.layer}, in {_code_of(side_b, first)}"
-            notes.append(f"{part}, is in {_name(coarser)} whatever the model's dtype")
+            notes.append(f"{part}, is in {in_words(coarser)} whatever the model's dtype")
         noise, least = coarser, _eps(coarser)
         rows = compare_sites(side_a.tensors, side_b.tensors, tensors(dtypes.index(coarser), coarser), least, mask)
         first, causes = _explained(side_a, side_b, rows, mask)
     exactly = "float64" if exact else "float32"
     compared = f"The difference is between the two models in {exactly}"
     compared += (
-        f", the noise between the first one in {_name(noise)} and in float64."
+        f", the noise between the first one in {in_words(noise)} and in float64."
         if exact
         else f". Without float64 the noise is not known: more than {WITHOUT_FLOAT64:g} counts."
     )
@@ -197,22 +197,22 @@ def _diff_models(
         first = _first(rows)
         if first is not None:
             compared = (
-                f"The difference is between the first model in {_name(dtypes[0])} and the second in "
-                f"{_name(dtypes[1])}, the noise what the one that rounds less leads to expect in the coarser dtype."
+                f"The difference is between the first model in {in_words(dtypes[0])} and the second in "
+                f"{in_words(dtypes[1])}, the noise what the one that rounds less leads to expect in the coarser dtype."
             )
             causes = [
-                f"{'AB'[i]} is not finite in {_name(dtypes[i])}, which ends at {torch.finfo(dtypes[i]).max:g}"
+                Cause(f"{'AB'[i]} is not finite in {in_words(dtypes[i])}, which ends at {torch.finfo(dtypes[i]).max:g}")
                 for i in (0, 1)
                 if not _all_finite({first: own[i][first]}, mask)
-            ] or ["a part is computed in a coarser dtype than the model's: a cast"]
+            ] or [Cause("a part is computed in a coarser dtype than the model's: a cast")]
     if first is not None:
         notes.append(f"B computes it in {_code_of(side_b, first)}")
     return replace(_result(rows, first, causes, side_a.captured.depth, [*notes, *beyond], added), compared=compared)
 
 
 def _beyond(
-    evidence: Evidence, causes: list[str], rounded: Side, least: float
-) -> tuple[pd.DataFrame, list[str], list[str]]:
+    evidence: Evidence, causes: list[Cause], rounded: Side, least: float
+) -> tuple[pd.DataFrame, list[Cause], list[str]]:
     """What each block adds, the causes with their extent, and notes on the block that adds most."""
     added = added_by_blocks(evidence.a, evidence.b, rounded, least, evidence.mask)
     if added.empty:
@@ -223,7 +223,7 @@ def _beyond(
     return added, [cause, *causes[1:]] if cause is not None else causes, notes
 
 
-def _explained(a: Side, b: Side, rows: list[Row], mask: Tensor | None) -> tuple[Site | None, list[str]]:
+def _explained(a: Side, b: Side, rows: list[Row], mask: Tensor | None) -> tuple[Site | None, list[Cause]]:
     """The first site that differs, and its causes."""
     first = _first(rows)
     return first, [] if first is None else causes_of(Evidence(a, b, first, mask))
@@ -283,7 +283,7 @@ def _diff_arrays(
     causes = [] if first is None else causes_of(Evidence(side_a, side_b, first, mask))
     compared = (
         "The difference is between the first model in float64 and the arrays, "
-        f"the noise between the first model in {_name(computed)} and in float64."
+        f"the noise between the first model in {in_words(computed)} and in float64."
     )
     return replace(_result(rows, first, causes, depth, list(roles.notes)), compared=compared)
 
@@ -310,10 +310,6 @@ def _all_finite(tensors: dict[Site, Tensor], mask: Tensor | None) -> bool:
     return all(bool(x.isfinite().all()) for x in rows if x is not None)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
@@ -321,7 +317,7 @@ def _eps(dtype: torch.dtype) -> float:
 def _result(
     rows: list[Row],
     first: Site | None,
-    causes: list[str],
+    causes: list[Cause],
     depth: int,
     notes: list[str],
     added: pd.DataFrame | None = None,
@@ -346,7 +342,8 @@ def _result(
         size += f" by {row.difference:.1e}" + (f", {row.ratio:.0f} times rounding" if row.noise else "")
     added = pd.DataFrame(columns=COLUMNS) if added is None else added
     verdict = f"parts at {_place(first.layer, depth)}, {first.words()} ({size}){because}"
-    return Difference(verdict + _clause(added, first.layer, depth), first, causes, table, notes, added)
+    sentences = [str(cause) for cause in causes]
+    return Difference(verdict + _clause(added, first.layer, depth), first, sentences, table, notes, added)
 
 
 def _place(layer: int, depth: int) -> str:
@@ -379,7 +376,7 @@ def _accepted(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     is called `input_ids`."""
     takes = inspect.signature(model.forward).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     kept = {name: value for name, value in batch.items() if name in takes or (open_ended and name != "use_cache")}
     if "input_ids" in batch and "input_ids" not in kept:
         kept[next(iter(takes))] = batch["input_ids"]
@@ -413,7 +410,8 @@ def _unequal_buffers(a: nn.Module, b: nn.Module) -> list[str]:
     for name, (of_a, of_b) in _shared_buffers(a, b).items():
         if of_a is not of_b:
             unequal[name.split(".")[-1], of_a, of_b] = name
-    return [f"{name} is in {_name(of_a)} in A and in {_name(of_b)} in B" for (_, of_a, of_b), name in unequal.items()]
+    pairs = [(name, in_words(of_a), in_words(of_b)) for (_, of_a, of_b), name in unequal.items()]
+    return [f"{name} is in {of_a} in A and in {of_b} in B" for name, of_a, of_b in pairs]
 
 
 def _rounded(

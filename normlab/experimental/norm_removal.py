@@ -31,7 +31,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler, set_seed
 from transformers.utils import logging
 
 from normlab import store
-from normlab.errors import NormlabError, first_line, hub_or_cache
+from normlab.errors import NormlabError, first_line
+from normlab.files import locked
+from normlab.loading import hub_or_cache
 from normlab.models import NormlabConfig, NormlabForCausalLM, fold_norms
 from normlab.models.attention_mlp import changes_attention
 from normlab.models.pretrained import load_whole, model_folder
@@ -240,7 +242,8 @@ def remove_norms(
     spec = {name: getattr(config, name) for name in ("corpus", "text_column", "characters", "block_length")}
     corpus = corpus_of(CorpusSpec(tokenizer=source, **spec), cache_dir, progress)
     out.mkdir(parents=True, exist_ok=True)
-    with store.full_disk_named(out), store.exclusive(out / "removal.lock"):
+    busy = f"another process removes norms in {out}; wait for it or stop it"
+    with store.full_disk_named(out), locked(out / "removal.lock", busy):
         _begin(out, {"model": source, "config": dataclasses.asdict(config), "corpus": corpus.identity()})
         if not (out / TABLE).is_file():
             threads = torch.get_num_threads()

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normlab.errors import NormlabError, first_line, loads_quietly, of_its_files_size
+from normlab.errors import NormlabError, first_line
+from normlab.loading import loads_quietly, of_its_files_size
 from normlab.models.pretrained import model_folder
 from normlab.norms import Norm
 

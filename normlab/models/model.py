@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from normlab.errors import NormlabError, first_line, hub_or_cache
+from normlab.errors import NormlabError, first_line
+from normlab.loading import hub_or_cache
 from normlab.models.attention_mlp import RotaryEmbedding
 from normlab.models.block import FinalNorm, NormlabDecoderLayer, decoder_layer
 from normlab.models.config import NormlabConfig

@@ -13,16 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normlab.errors import (
-    NormlabError,
-    first_line,
-    in_one_line,
-    loads_quietly,
-    of_its_files_size,
-    require_fit,
-    without_bars,
-)
+from normlab.errors import NormlabError, first_line, in_one_line
 from normlab.files import whole_folder
+from normlab.loading import loads_quietly, of_its_files_size, require_fit, without_bars
 from normlab.models.config import NormlabConfig
 from normlab.models.model import NormlabForCausalLM
 from normlab.release import shipped, shipped_models

@@ -22,7 +22,7 @@ from normlab.figures.theme import head_of
 from normlab.files import whole_file
 from normlab.notebook import comparable
 from normlab.notebook.exporters import EXPLORER_FILE, MODEL_FILE, PLOTLY, NotebookPage, claim_of
-from normlab.runs import find_runs, read_run
+from normlab.runs import read_runs
 
 CLEARLY = 0.05  # nats: another seed moves a held-out loss by as much
 HERE, COME_ALONG = "Trained on this machine just now", "Runs that come with normlab"
@@ -84,12 +84,10 @@ def _growth_rate(same: Selection, depth: int) -> str:
 
 
 def _where(path: str | Path, runs: pd.DataFrame) -> str:
-    """The runs' precision and device, from their manifests."""
+    """The runs' precision, and the device, from their manifests."""
     names = set(runs["run"])
-    manifests = [run.manifest for run in map(read_run, find_runs(path)) if run.name in names]
-    precisions = sorted({manifest["config"].get("dtype", "an unknown precision") for manifest in manifests})
-    devices = sorted({_device(manifest.get("environment", {})) for manifest in manifests})
-    return f"in {' and '.join(precisions)} on {' and '.join(devices)}"
+    devices = sorted({_device(run.manifest.get("environment", {})) for run in read_runs(path) if run.name in names})
+    return f"in {' and '.join(sorted(runs['dtype'].unique()))} on {' and '.join(devices)}"
 
 
 def _device(environment: Mapping[str, str]) -> str:
@@ -97,19 +95,17 @@ def _device(environment: Mapping[str, str]) -> str:
     return f"a CPU with {environment['cpu_capability']}" if device == "cpu" else device
 
 
-def _learned(counts: pd.DataFrame, best: str, known: pd.Series | None = None) -> str:
+def _learned(counts: pd.DataFrame, best: str, known: pd.Series) -> str:
     """The number of runs that have learned, the schemes with runs that have not, and those of which it is unknown.
 
     Args:
         counts: of `claims.learned`.
         best: at which rate.
-        known: runs of each row that store the loss of a trigram model. None: all or none.
+        known: runs of each row that store the loss of a trigram model.
     """
     trigram = "the loss of a trigram model"
     if counts["trigram_loss"].isna().all():
         return f"These runs do not know {trigram}, so nothing says which of them have learned."
-    if known is None:
-        known = counts["seeds"].where(counts["trigram_loss"].notna(), 0)
     total, below = known.sum(), counts["below_trigram"].sum()
     text = f"{below} of {total} runs{best and f'{best},'} have learned: their loss is below those of a unigram, "
     text += f"a bigram and a trigram model of the same text (the trigram's is {counts['trigram_loss'].mean():.2f} "

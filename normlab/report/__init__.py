@@ -14,7 +14,7 @@ from normlab.errors import NormlabError
 from normlab.files import whole_files
 from normlab.probes.experiments import evaluating
 from normlab.report.inputs import Batches, Loaded, batches, check_input, check_size, load
-from normlab.report.measure import Measured, TextStates, experiment, layers_mapped, measure, text_states
+from normlab.report.measure import Measured, Recorded, count_rows, experiment, layers_mapped, measure, text_states
 
 if TYPE_CHECKING:
     import pandas
@@ -176,59 +176,47 @@ def _series(
     from normlab.report.facts import left_out_of_all
     from normlab.report.page import map_section, series_page, write_page
 
-    tables: list[pandas.DataFrame] = []
-    losses: dict[str, str] = {}
-    named: dict[str, str] = {}
-    missing: dict[str, list[tuple[str, str]]] = {}
-    schemes: dict[str, str] = {}
-    states: dict[str, TextStates | str] = {}
-    read: dict[str, str] = {}
+    recorded: list[Recorded] = []
     for case, held, path in cases:
         data = batches(held[0], path, length, rows)
         stacks = measure(held[0], data)
-        label = case if case not in losses else f"{case} ({len(losses) + 1})"  # two of one name
-        named[label] = case
-        missing[label] = left_out_of_all(stacks)
-        losses[label] = "; ".join(_remarks(held[0], stacks))
-        if by == "model" and held[0].scheme is not None:
-            schemes[label] = held[0].scheme
-        if maps:
-            states[label] = text_states(stacks, data)
-        table = _table(stacks)
-        table.insert(0, by, label)
-        tables.append(table)
-        read[label] = _about(data, path)
+        is_new = all(case != one.label for one in recorded)
+        one = Recorded(
+            label=case if is_new else f"{case} ({len(recorded) + 1})",
+            case=case,
+            table=_table(stacks),
+            loss="; ".join(_remarks(held[0], stacks)),
+            missing=left_out_of_all(stacks),
+            scheme=held[0].scheme if by == "model" else None,
+            read=_about(data, path),
+            states=text_states(stacks, data) if maps else "",
+        )
+        recorded.append(one)
         del stacks, data  # which know the model
-    table = pandas.concat(tables, ignore_index=True)
-    shorter = short_names(named.values())
-    short = {label: label.replace(case, shorter[case], 1) for label, case in named.items()}
-    mapped = layers_mapped(states) if maps else None
+    mapped = layers_mapped({one.label: one.states for one in recorded}) if maps else None
     if isinstance(mapped, str):
-        for pairs in missing.values():
-            pairs.append(("layer_maps", mapped))
+        for one in recorded:
+            one.missing.append(("layer_maps", mapped))
         mapped = None
-    about = read[label]
-    if by == "text" or len(set(read.values())) > 1:  # each says what it read
-        count = f"{len(read)} {by}s"
-        one = {"text": f"One model on {count}", "revision": f"One model at {count} on {path.name}"}
-        about = one.get(by, f"{count} on {path.name}")
-        losses = {label: f"{read[label]}; {line}" for label, line in losses.items()}
-    opening, sections = series_page(
-        table.assign(**{by: table[by].map(short)}),
-        by,
-        {short[label]: line for label, line in losses.items()},
-        {short[label]: pairs for label, pairs in missing.items()},
-        f"{about}.",
-        {short[label]: scheme for label, scheme in schemes.items()},
-    )
+    about = recorded[-1].read
+    if by == "text" or len({one.read for one in recorded}) > 1:  # each says what it read
+        count = f"{len(recorded)} {by}s"
+        words = {"text": f"One model on {count}", "revision": f"One model at {count} on {path.name}"}
+        about = words.get(by, f"{count} on {path.name}")
+        recorded = [one._replace(loss=f"{one.read}; {one.loss}") for one in recorded]
+    shorter = short_names(one.case for one in recorded)
+    short = {one.label: one.label.replace(one.case, shorter[one.case], 1) for one in recorded}
+    opening, sections = series_page([one._replace(label=short[one.label]) for one in recorded], by, f"{about}.")
     title = " and ".join(short.values()) if by == "model" else f"{short_names([name])[name]}, by {by}"
+    tables = [one.table.assign(**{by: one.label})[[by, *one.table]] for one in recorded]
+    table = pandas.concat(tables, ignore_index=True)
     with whole_files(folder) as staged:
         _write_table(table, staged)
         if mapped is not None:
             sections.append(map_section(mapped.rename_axis(index=short.get, columns=short.get)))
             mapped.to_csv(staged / "layer_maps.csv")
         page = write_page(staged, title, opening, sections)
-    lines = [f"{label}: {line}" for label, line in losses.items()]
+    lines = [f"{one.label}: {one.loss}" for one in recorded]
     return _summary(lines, folder, folder / page.name)
 
 
@@ -253,7 +241,7 @@ def _write_table(table: pandas.DataFrame, folder: Path) -> None:
 
 def _about(data: Batches, path: Path) -> str:
     """The data in words."""
-    count, first = sum(len(next(iter(batch.values()))) for batch in data), data[0]
+    count, first = count_rows(data), data[0]
     if "pixel_values" in first:
         what = f"{count} image{'s' * (count > 1)}"
     else:

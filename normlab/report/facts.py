@@ -2,7 +2,8 @@
 
 stack_facts     of one stack: growth, the largest step, what is cheap to leave out, tokens unlike all others
 growth, step    the first two of them, of any table
-left_out        what was not measured, and why; left_out_of_all of several stacks
+left_out        what was not measured, and why; left_out_of_all of several stacks; shared_and_own parts them
+span            blocks that follow each other
 by_reason       the same, one line per reason
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from normlab.probes.outliers import FoundTokens
-from normlab.report.measure import Measured
+from normlab.report.measure import Measured, Pairs
 
 FOUND = {"massive_activations": "Massive activations", "attention_sinks": "Attention sinks"}  # by table
 NAMED, PLACES = 3, 3  # tokens that a sentence names, and positions of each
@@ -98,7 +99,7 @@ def _cheapest(one: Measured) -> str:
     """The blocks to leave out: by their cost, or without a loss by their turn."""
     if "spans" in one.tables:
         rows = [one.tables["spans"].iloc[index] for index in sorted({0, len(one.tables["spans"]) - 1})]
-        costs = [f"{_blocks(row)}, for {row['skip_delta_loss']:+.3g} nats a token" for row in rows]
+        costs = [f"{span(row['first'], row['last'])}, for {row['skip_delta_loss']:+.3g} nats a token" for row in rows]
         return f"Cheapest to leave out: {'; '.join(costs)}{one.said_of_pieces('spans')}."
     if "angular_distance" not in one.tables or one.where.depth < 2:
         return ""
@@ -114,9 +115,9 @@ def _cheapest(one: Measured) -> str:
     )
 
 
-def _blocks(row: Any) -> str:
+def span(first: int, last: int) -> str:
     """A span of blocks in words."""
-    return f"block {row['first']}" if row["length"] == 1 else f"blocks {row['first']}-{row['last']}"
+    return f"block {first}" if first == last else f"blocks {first}-{last}"
 
 
 def _tokens(one: Measured, name: str) -> str:
@@ -163,7 +164,7 @@ def _placed(rows: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(named) + (f" and {len(places) - NAMED} more" if len(places) > NAMED else "")
 
 
-def left_out(one: Measured) -> list[tuple[str, str]]:
+def left_out(one: Measured) -> Pairs:
     """What of a stack was not measured, and the reason: metrics, sites with their layers, tokens, experiments."""
     layers: dict[tuple[str, str], list[str]] = {}
     for place, why in one.stats.manifest["absent"].items():
@@ -176,12 +177,16 @@ def left_out(one: Measured) -> list[tuple[str, str]]:
     return [*one.left_out.items(), *whose, *tokens, *metrics]
 
 
-def left_out_of_all(stacks: Sequence[Measured]) -> list[tuple[str, str]]:
+def shared_and_own(missing: Mapping[str, Pairs]) -> tuple[Pairs, dict[str, Pairs]]:
+    """What is missing everywhere, and of each what is missing there besides."""
+    shared = [pair for pair in next(iter(missing.values())) if all(pair in pairs for pairs in missing.values())]
+    return shared, {name: [pair for pair in pairs if pair not in shared] for name, pairs in missing.items()}
+
+
+def left_out_of_all(stacks: Sequence[Measured]) -> Pairs:
     """What was not measured of a model, with the stack's name where it is not so of all stacks."""
-    found = {one.name: left_out(one) for one in stacks}
-    shared = [pair for pair in left_out(stacks[0]) if all(pair in pairs for pairs in found.values())]
-    own = [(f"{name} {what}", why) for name, pairs in found.items() for what, why in pairs if (what, why) not in shared]
-    return shared + own
+    shared, own = shared_and_own({one.name: left_out(one) for one in stacks})
+    return shared + [(f"{name} {what}", why) for name, pairs in own.items() for what, why in pairs]
 
 
 def _listed(layers: list[str]) -> str:

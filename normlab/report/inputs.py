@@ -21,16 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from normlab.errors import (
-    NormlabError,
-    first_line,
-    hub_or_cache,
-    in_one_line,
-    loads_quietly,
-    of_its_files_size,
-    require_fit,
-)
-from normlab.probes.passes import unwrapped
+from normlab.errors import NormlabError, first_line, in_one_line
+from normlab.loading import hub_or_cache, loads_quietly, of_its_files_size, require_fit
+from normlab.probes.passes import device_of, unwrapped
 from normlab.schemes import SCHEMES
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -281,7 +274,7 @@ def batches(loaded: Loaded, path: Path, length: int, rows: int) -> Batches:
             read.
     """
     parts = _images(loaded, path, rows) if loaded.task == "image" else _texts(loaded, path, length, rows)
-    device = next(loaded.model.parameters()).device
+    device = device_of(loaded.model)
     return [{name: x.to(device) for name, x in batch.items()} for batch in parts]
 
 

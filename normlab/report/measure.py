@@ -41,6 +41,8 @@ from normlab.report.inputs import Batches, Loaded, token_text
 if TYPE_CHECKING:
     import pandas
 
+Pairs = list[tuple[str, str]]  # what was not measured, and why
+
 
 @dataclass
 class Measured:
@@ -175,7 +177,7 @@ def _label_count(labels: torch.Tensor, task: str) -> float:
 def experiment(measured: Measured, loaded: Loaded, batches: Batches, progress: bool) -> None:
     """Run the experiments that apply, most on a quarter of the batches; `left_out` names the others."""
     few, where = batches[: max(1, len(batches) // 4)], measured.where
-    more, total = batches[: max(2, len(few))], _rows(batches)
+    more, total = batches[: max(2, len(few))], count_rows(batches)
     read = {"spans": more, "branches": more, "massive_activations": batches[:1], "attention_sinks": batches[:1]}
     not_at_all = "" if "input_ids" in batches[0] else "not for images"
     if any("changes the stream" in why for why in measured.stats.manifest["absent"].values()):
@@ -205,13 +207,14 @@ def experiment(measured: Measured, loaded: Loaded, batches: Batches, progress: b
             try:
                 with _of_labels_alone(loaded.model):
                     measured.tables[name] = test()
-                if (count := _rows(read.get(name, few))) < total:
+                if (count := count_rows(read.get(name, few))) < total:
                     measured.pieces[name] = count
             except Exception as error:  # the model's own code: what it raises cannot be known
                 measured.left_out[name] = in_one_line(error)
 
 
-def _rows(batches: Batches) -> int:
+def count_rows(batches: Batches) -> int:
+    """Pieces of text, or images, in all batches."""
     return sum(len(next(iter(batch.values()))) for batch in batches)
 
 
@@ -220,6 +223,26 @@ class TextStates(NamedTuple):
 
     ids: list[torch.Tensor]
     states: LayerStates
+
+
+class Recorded(NamedTuple):
+    """One of several recordings that a page compares.
+
+    label: what it is called; no other is called so. case: the model, revision or text.
+    table: of all its stacks. loss, read: in words, and so why there is no loss, and what was read.
+    missing: what was not measured, and why.
+    scheme: of a model of ours, where models are compared.
+    states: where the layers of two models are mapped.
+    """
+
+    label: str
+    case: str
+    table: pandas.DataFrame
+    loss: str
+    missing: Pairs
+    scheme: str | None = None
+    read: str = ""
+    states: TextStates | str = ""
 
 
 def text_states(stacks: list[Measured], batches: Batches) -> TextStates | str:

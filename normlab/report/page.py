@@ -35,10 +35,9 @@ from normlab.figures.report import (
 )
 from normlab.figures.theme import CONFIG, on_dark, plain_template
 from normlab.probes.metrics import metric_row
-from normlab.report.facts import FOUND, by_reason, growth, left_out, stack_facts, step
-from normlab.report.measure import Measured
+from normlab.report.facts import FOUND, by_reason, growth, left_out, shared_and_own, span, stack_facts, step
+from normlab.report.measure import Measured, Pairs, Recorded
 
-Pairs = list[tuple[str, str]]  # what was not measured, and why
 PLOTLY_FILE = "plotly.min.js"
 STYLE = """:root{color-scheme:light dark;--text:#24292f;--soft:#52606d;--line:#dfe2e6;--card:#f6f7f9;--page:#fff;
 --link:#0b5cad}
@@ -162,8 +161,7 @@ def model_page(measured: Sequence[Measured], about: str, scheme: str | None = No
         about: a sentence on the data and the loss.
         scheme: of a model of ours, which has its colour.
     """
-    missing = {one.name: left_out(one) for one in measured}
-    shared, own = _shared(missing)
+    shared, own = shared_and_own({one.name: left_out(one) for one in measured})
     opening = f"<p>{html.escape(about)}</p>"
     for one in measured:
         heading = f"<h2>{html.escape(one.name)}</h2>" if one.name else ""
@@ -171,12 +169,6 @@ def model_page(measured: Sequence[Measured], about: str, scheme: str | None = No
         opening += f"{heading}<ul>{facts}</ul>{_missing(own[one.name] if len(own) > 1 else shared)}"
     opening += _missing(shared) if len(own) > 1 else ""
     return opening, [section for one in measured for section in _sections(one, scheme)]
-
-
-def _shared(missing: Mapping[str, Pairs]) -> tuple[Pairs, dict[str, Pairs]]:
-    """What is missing everywhere, and of each what is missing there besides."""
-    shared = [pair for pair in next(iter(missing.values())) if all(pair in pairs for pairs in missing.values())]
-    return shared, {name: [pair for pair in pairs if pair not in shared] for name, pairs in missing.items()}
 
 
 def _missing(pairs: Pairs) -> str:
@@ -255,9 +247,8 @@ def cut_lines(one: Measured) -> list[str]:
     lines = []
     for row in one.tables["spans"].itertuples() if "spans" in one.tables else ():
         kept = " and ".join(str(part) for part in row.keep)
-        blocks = f"block {row.first}" if row.length == 1 else f"blocks {row.first}-{row.last}"
         place = f"layers[{row.start}:{row.stop}] in transformers, mergekit keeps {kept}"
-        lines.append(f"cheapest {row.length} to drop: {blocks}, {_cost(row)}; {place}")
+        lines.append(f"cheapest {row.length} to drop: {span(row.first, row.last)}, {_cost(row)}; {place}")
     for row in one.tables["branches"].itertuples() if "branches" in one.tables else ():
         named = f"{row.part} {row.layer}" if row.dropped == 1 else f"{row.part} {row.layer} and those before it"
         lists = f"drop_attn_list {row.drop_attn_list}, drop_mlp_list {row.drop_mlp_list}"
@@ -279,34 +270,25 @@ def map_section(table: pd.DataFrame) -> Section:
     return drawn(layer_map(table, table.index.name, table.columns.name))
 
 
-def series_page(
-    table: pd.DataFrame,
-    by: str,
-    losses: Mapping[str, str],
-    missing: Mapping[str, Pairs],
-    about: str,
-    schemes: Mapping[str, str],
-) -> tuple[str, list[Section]]:
+def series_page(recorded: Sequence[Recorded], by: str, about: str) -> tuple[str, list[Section]]:
     """The page of several recordings: a figure per metric at its default site, and heat maps of revisions.
 
     Args:
-        table: columns `by`, stack, site, layer, metric, mask, value.
         by: "model", "text" or "revision".
-        losses: recording -> its loss in words.
-        missing: recording -> what was not measured, and why.
         about: a sentence on the data.
-        schemes: recording -> the scheme of a model of ours.
     """
-    shared, own = _shared(missing)
+    shared, own = shared_and_own({one.label: one.missing for one in recorded})
     items = ""
-    for name, ours in table.groupby(by, sort=False):
-        stacks = {str(stack): part for stack, part in ours.groupby("stack", sort=False)}
+    for one in recorded:
+        stacks = {str(stack): part for stack, part in one.table.groupby("stack", sort=False)}
         said = [(stack, fact(part)) for fact in (growth, step) for stack, part in stacks.items()]
         facts = [f"{stack}: {words}" if len(stacks) > 1 else words for stack, words in said if words]
-        words = html.escape(" ".join([f"{losses[str(name)]}.", *facts]))
-        items += f"<li><b>{html.escape(str(name))}</b>: {words}{_missing(own[str(name)])}</li>"
+        words = html.escape(" ".join([f"{one.loss}.", *facts]))
+        items += f"<li><b>{html.escape(one.label)}</b>: {words}{_missing(own[one.label])}</li>"
     opening = f"<p>{html.escape(about)}</p><ul>{items}</ul>{_missing(shared)}"
     sections: list[Section] = []
+    schemes = {one.label: one.scheme for one in recorded if one.scheme is not None}
+    table = pd.concat([one.table.assign(**{by: one.label}) for one in recorded], ignore_index=True)
     counted = table[table["mask"] == "all"]
     for stack, ours in counted.groupby("stack", sort=False):
         for metric, lines in ours.groupby("metric", sort=False):
@@ -314,6 +296,6 @@ def series_page(
             site = next(s for s in (metric_row(str(metric)).default_site, *sorted(found)) if s in found)
             lines = lines[lines["site"] == site].sort_values("layer")
             sections.append(drawn(layer_figure(lines, str(metric), by=by, schemes=schemes), str(stack)))
-            if by == "revision" and len(losses) > 1:
+            if by == "revision" and len(recorded) > 1:
                 sections.append(drawn(recorded_map(lines, by, str(metric), site), str(stack)))
     return opening, sections

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -234,11 +233,7 @@ def hours(preset: Preset, out: str | Path, **options: Any) -> float:
     Args:
         options: `workers threads cache_dir progress`, as for `sweep`.
     """
-    workers, threads = share_cores(options.get("workers"), options.get("threads"))
-    assert isinstance(workers, int)
-    table = plan(preset, out, time=True, **options).table
-    left = table.loc[~table["done"], "hours"] / threads
-    return float(left.max()) * math.ceil(len(left) / workers) if len(left) else 0.0
+    return plan(preset, out, time=True, **options).hours_left
 
 
 def enter(

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from normlab.errors import NormlabError, first_fault
 from normlab.probes import METRICS
+from normlab.runs import LATER_FIELDS
 from normlab.schemes import DEFAULT, get_scheme
 from normlab.store import child, is_run
 from normlab.training.text.source import DEFAULT_CORPUS, PARTS, SOURCES
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 HEAD_SIZE = 32
 AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
-# Values of fields that a manifest may lack. Run ids leave out fields that have these values.
-FORMER_DEFAULTS = {"dtype": "float32"}
 # Standard deviation of the initial weights, as models around 1,024 wide are published with it.
 INIT_STD = 0.02
 # Model fields that a run sets, and the fields that decide them. No option contradicts what a table shows.
@@ -352,9 +351,10 @@ class TrainConfig:
     def run_id(self) -> str:
         """A readable name, and a hash of every field that numbers depend on and that differs from its default.
 
-        A field that a later version adds leaves the names of today's runs unchanged.
+        A field that a later version adds leaves the names of today's runs unchanged: what `LATER_FIELDS` says of it is
+        no part of the hash.
         """
-        defaults = {spec.name: spec.default for spec in dataclasses.fields(self)} | FORMER_DEFAULTS
+        defaults = {spec.name: spec.default for spec in dataclasses.fields(self)} | LATER_FIELDS
         chosen = {name: value for name, value in self.identity().items() if value != defaults[name]}
         digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.scheme}-d{self.depth}-w{self.width}-lr{self.lr:g}-s{self.seed}-{digest}"
@@ -421,7 +421,7 @@ class TrainConfig:
         """The inverse of `to_dict`; NormlabError for fields that this version does not know."""
         unknown = set(values) - {spec.name for spec in dataclasses.fields(cls)}
         require(not unknown, f"unknown training fields {', '.join(sorted(unknown))}")
-        return cls(**FORMER_DEFAULTS | dict(values))
+        return cls(**LATER_FIELDS | dict(values))
 
     def model_config(self, vocab_size: int, eos_token_id: int) -> NormlabConfig:
         """The model's configuration: tied embeddings, eps 1e-6, context and T equal to the block length.
@@ -441,16 +441,10 @@ class TrainConfig:
 
     def _model_fields(self) -> dict[str, Any]:
         """The model's fields that a run sets, without those of the tokenizer."""
-        return {
-            "scheme": self.scheme,
-            "hidden_size": self.width,
-            "num_hidden_layers": self.depth,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "intermediate_size": self.intermediate,
+        own = {name: getattr(self, field) for name, field in SET_BY.items() if field != "tokenizer"}
+        return own | {
             "initializer_range": INIT_STD if self.init_std is None else self.init_std,
             "max_position_embeddings": self.block_length,
-            "train_seq_len": self.block_length,
             "tie_word_embeddings": True,
             "rms_norm_eps": 1e-6,
             "pad_token_id": None,

@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from normlab.errors import NormlabError, without_bars
+from normlab.errors import NormlabError
+from normlab.loading import without_bars
 from normlab.schemes import get_scheme
 from normlab.training import require_training
 

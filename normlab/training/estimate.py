@@ -10,6 +10,7 @@ depth, and measurements count in steps (`progress.steps_in_all`).
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 import statistics
 import tempfile
@@ -45,6 +46,20 @@ class Plan:
     workers: int | Workers
     threads: int
 
+    @property
+    def hours_left(self) -> float:
+        """How long the runs that are not done take. In order, the first worker that is free takes the next.
+
+        NaN where the hours of one are not known, or how many runs a cluster trains at once.
+        """
+        left = self.table.loc[~self.table["done"], "hours"]
+        if not isinstance(self.workers, int) or left.isna().any():
+            return math.nan
+        busy = [0.0] * min(self.workers, len(left))
+        for hours in left:
+            heapq.heapreplace(busy, busy[0] + hours)
+        return max(busy, default=0.0) / self.threads
+
     def in_words(self) -> str:
         """Runs, tokens and hours in order, and their sums."""
         table, lines = self.table, []
@@ -65,9 +80,7 @@ class Plan:
             total, ahead = table["hours"].sum(), left["hours"].sum()
             lines[-1] += f"; {total:.1f} core-hours, {ahead:.1f} left"
             if isinstance(self.workers, int):
-                # Further workers make no run shorter.
-                hours = max(ahead / self.workers, *left["hours"], 0.0) / self.threads
-                lines.append(f"about {hours:.1f} hours with {self.workers} workers")
+                lines.append(f"about {self.hours_left:.1f} hours with {self.workers} workers")
         return "\n".join(lines)
 
 
@@ -102,7 +115,7 @@ def plan(
     for asked in planned(preset, finished, threads=threads, keep_weights=False):
         config = settled(asked, device_of(asked))
         if (found := done.pop(asked.run_id, None)) is not None:
-            config = dataclasses.replace(config, dtype=found.manifest["config"]["dtype"])
+            config = dataclasses.replace(config, dtype=found.config["dtype"])
             done[config.run_id] = found
         order.append(config)
     seconds = _Seconds(list(done.values()))
@@ -134,7 +147,7 @@ class _Seconds:
         times: dict[tuple, list[float]] = {}
         for run in done:
             if run.manifest["measured"].get("resumed_from_step") == 0 and run.status != runs.DIVERGED:
-                config = TrainConfig.from_dict(run.manifest["config"])
+                config = TrainConfig.from_dict(run.config)
                 seconds = run.manifest["measured"]["wall_s"] * config.threads
                 times.setdefault(_shape(config), []).append(seconds)
         self.known = {shape: statistics.median(seconds) for shape, seconds in times.items()}

@@ -37,6 +37,7 @@ from normlab.probes import (
     skip_sensitivity,
 )
 from normlab.probes.experiments import Runner, evaluating, token_losses
+from normlab.probes.passes import device_of
 from normlab.runs import EXPERIMENT_COLUMNS as COLUMNS
 from normlab.schemes import get_scheme
 
@@ -46,7 +47,7 @@ Row = tuple[str, str, "int | None", "int | None", float, float]
 
 def experiments(model: NormlabForCausalLM, blocks: np.ndarray) -> pandas.DataFrame:
     """All of the above on `blocks`, (sequences, tokens) ids. Every token but a sequence's first is a label."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     parts = (blocks[start : start + ROWS] for start in range(0, len(blocks), ROWS))
     batches = [{"input_ids": torch.from_numpy(part).to(device)} for part in parts]
     rows = [row for measure in (_skipping, _deleting, _geometry, _carried) for row in measure(model, batches)]

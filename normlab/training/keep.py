@@ -30,14 +30,17 @@ from normlab.training.text.corpus import corpus_of
 def keep(root: str | Path, out: str | Path, cache_dir: str | Path | None = None) -> list[Path]:
     """Write every run below `root` that kept its weights to `out`, and return their folders.
 
+    A run that cannot be read, or is there twice, is named in a warning and left out.
+
     Raises:
         NormlabError: no run has weights; two of them would have one name; or this machine's corpus is not the one that
             a run was trained on.
     """
-    found = [run for run in map(runs.read_run, runs.find_runs(root)) if (run.path / runs.WEIGHTS).is_file()]
-    if not found:
+    kept = [folder for folder in runs.find_runs(root) if (folder / runs.WEIGHTS).is_file()]
+    if not kept:
         raise NormlabError(f"no run in {root} kept its weights; train again with --keep-weights, in another directory")
-    configs = [TrainConfig.from_dict(run.manifest["config"]) for run in found]
+    found = runs.read_runs(kept)
+    configs = [TrainConfig.from_dict(run.config) for run in found]
     name, count = Counter(map(name_of, configs)).most_common(1)[0]
     if count > 1:
         raise NormlabError(f"{count} of these runs would be {name}, which seed, rate and width do not tell apart")

@@ -33,11 +33,11 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import nn
-from torch.nn import functional
 
 from normlab.models.block import whole
 from normlab.probes import record
-from normlab.probes.experiments import evaluating
+from normlab.probes.experiments import evaluating, token_losses
+from normlab.probes.passes import device_of
 from normlab.runs import Row, rows_of, stats_frame
 from normlab.training.config import TrainConfig
 from normlab.training.loop import Step, Training, block_order
@@ -145,11 +145,11 @@ class Measurements:
             self.log.add(step, "probe", metric, value, site, layer)
         copied = copied_tokens(self.corpus.vocab_size, self.corpus.eos_token_id, self.config.block_length)
         # The first copy determines what follows the first copied token.
-        copy_losses = token_losses(model, copied, self.batch_size)[:, copied.shape[1] // 2 :]
+        copy_losses = each_token_loss(model, copied, self.batch_size)[:, copied.shape[1] // 2 :]
         self.log.add(step, "probe", "copy_loss", copy_losses.mean())
         if step == self.config.last_step:
             seen = seen_blocks(self.config, self.corpus.train)
-            self.log.add(step, "probe", "seen_loss", token_losses(model, seen, self.batch_size).mean())
+            self.log.add(step, "probe", "seen_loss", each_token_loss(model, seen, self.batch_size).mean())
             if self.config.held_out == "test":
                 others = self.corpus.spread(self.config.eval_blocks, "validation")
                 self.log.add(step, "eval", "validation_loss", mean_token_loss(model, others, self.batch_size))
@@ -165,7 +165,7 @@ class Measurements:
     def _file_losses(self, model: nn.Module, step: int) -> None:
         if self.on.eval_files is None:
             return
-        losses = token_losses(model, self.on.eval, self.batch_size)
+        losses = each_token_loss(model, self.on.eval, self.batch_size)
         files = self.on.eval_files[:, 1:].reshape(-1)  # of the labels
         sums, counts = np.bincount(files, losses.reshape(-1)), np.bincount(files)
         for file in np.flatnonzero(counts).tolist():
@@ -188,19 +188,13 @@ def mean_token_loss(model: nn.Module, blocks: np.ndarray, batch_size: int) -> fl
     return total / len(blocks)
 
 
-def token_losses(model: nn.Module, blocks: np.ndarray, batch_size: int) -> np.ndarray:
+def each_token_loss(model: nn.Module, blocks: np.ndarray, batch_size: int) -> np.ndarray:
     """(blocks, tokens - 1) cross-entropies in nats: of each token but a row's first."""
     losses = []
     with evaluating(model), torch.no_grad():
         for ids in _batches(model, blocks, batch_size):
-            logits, labels = model(input_ids=ids, use_cache=False).logits[:, :-1].float(), ids[:, 1:]
-            each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-            losses.append(each.view_as(labels))
+            losses.append(token_losses(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:]))
     return torch.cat(losses).double().cpu().numpy()
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def copied_tokens(vocab_size: int, eos_token_id: int, length: int) -> np.ndarray:

@@ -12,12 +12,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from normlab.errors import NormlabError
+from normlab.errors import NormlabError, first_fault
 from normlab.figures.one_model import MEASURED, Answer
 from normlab.norms.gain import gain_centre, gain_names
 from normlab.probes import record, sites
 from normlab.probes.experiments import evaluating
 from normlab.probes.layout import hidden_state, output_tensor, with_output
+from normlab.probes.passes import device_of
 from normlab.probes.sites import Block
 
 KINDS = {"attention": "attn", "mlp": "mlp"}  # a branch's name in a change, and in blocks and probes
@@ -62,9 +63,7 @@ class Change(LayerChange):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise NormlabError(f"not a change: {where}: {first['msg']}") from None
+            raise NormlabError(f"not a change: {first_fault(error)}") from None
 
     def at(self, layer: int) -> LayerChange:
         """The change to one block: its own fields where given, else those of all blocks."""
@@ -112,7 +111,7 @@ Written = Mapping[tuple[str, int], Mapping[nn.Module, str]]  # (kind, layer) -> 
 def _written(model: nn.Module) -> Written:
     """The modules whose outputs join the stream of a model that is not ours, as a few tokens show."""
     # Several, as one may be padding, whose vector is 0.
-    tokens = torch.arange(4, device=next(model.parameters()).device)[None]
+    tokens = torch.arange(4, device=device_of(model))[None]
     with torch.no_grad(), evaluating(model), record(model, ["rms", "relative_contribution"], masks=["all"]) as recorder:
         model(tokens)
     return recorder.branches
@@ -248,7 +247,7 @@ def ask(model: nn.Module, tokens: Tensor, change: Change, row: int = 0, token: i
 
 def ask_row(model: nn.Module, tokens: list[int], change: Change, position: int) -> dict[str, Any]:
     """The answer of `static/model.js` to the same question, from a model in the kernel."""
-    row = torch.tensor([tokens], device=next(model.parameters()).device)
+    row = torch.tensor([tokens], device=device_of(model))
     output, table = _run(model, row, change)
     logits = output.logits[0].float().cpu()
     losses = nn.functional.cross_entropy(logits[:-1], row[0, 1:].cpu(), reduction="none")

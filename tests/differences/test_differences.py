@@ -201,6 +201,30 @@ def test_rounding_is_no_difference_but_a_bfloat16_part_of_a_bfloat16_model_is_no
     assert diff(half, cast, batch).equal
 
 
+class NamedForFrequencies(nn.Module):
+    """An MLP with one more matrix, whose name is like that of a table of frequencies."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.freq_mlp = mlp, nn.Parameter(torch.eye(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) @ self.freq_mlp
+
+
+def test_a_cast_beside_a_weight_that_is_named_for_frequencies_is_told_as_any_other(llama, batch):
+    half = copy.deepcopy(llama)
+    half.model.layers[0].mlp = NamedForFrequencies(half.model.layers[0].mlp)
+    cast = copy.deepcopy(half.bfloat16())
+    _output(cast.model.layers[0].mlp, lambda y: y.to(torch.bfloat16).to(y.dtype))
+    with torch.no_grad():
+        cast.model.layers[0].mlp.freq_mlp.mul_(1.0625)
+    result = diff(half, cast, batch)
+    assert result.first == ("mlp_out", 1) and "freq_mlp is A's times 1.0625: scaled" in result.causes
+    assert any("block 1, in model.layers.0.mlp" in note and "is in bfloat16" in note for note in result.notes), result
+    assert "between the first one in bfloat16 and" in result.compared
+
+
 def test_a_fault_after_a_bfloat16_part_is_named_with_its_own_cause_and_code(llama, batch):
     half = copy.deepcopy(llama).bfloat16()
     cast = copy.deepcopy(half)

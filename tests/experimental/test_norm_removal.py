@@ -23,6 +23,7 @@ from normlab.experimental.norm_removal import (
     remove_norm,
     remove_norms,
 )
+from normlab.files import locked
 from normlab.training.config import CorpusSpec
 from normlab.training.measure import mean_token_loss
 from normlab.training.text.corpus import Corpus, corpus_of
@@ -173,6 +174,8 @@ def test_the_command_prints_the_table_and_refuses_what_it_cannot_do(text, corpus
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text(" ".join(WORDS))
     assert "holds something else (thesis.tex)" in refused(*command(tmp_path / "other", 16))
+    with locked(tmp_path / "busy" / "removal.lock", ""):
+        assert "another process removes norms in" in refused(*command(tmp_path / "busy", 16))
 
 
 @torch.no_grad()

@@ -57,6 +57,14 @@ def test_what_was_found_is_computed_from_the_runs(tmp_path):
     assert "One seed per scheme" in said["Trust"] and "0.05 nats" in said["Trust"]
 
 
+def test_runs_of_before_there_were_precisions_are_in_float32_and_a_damaged_one_is_left_out(tmp_path):
+    runs = write_runs(tmp_path, schemes=["pre_rmsnorm", "lns"], depths=(2,), seeds=[0])
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / MANIFEST).write_text("{")
+    with pytest.warns(UserWarning, match="left out: .*damaged"):
+        assert findings(runs)["Trained"].startswith("2 runs of 2 schemes, in float32 on an unknown device")
+
+
 def test_who_has_not_learned_is_named(tmp_path):
     runs = known(
         write_runs(tmp_path, schemes=["pre_rmsnorm", "bhyt"], depths=(2,)), trigram=final_loss("bhyt", 0) - 0.01

@@ -26,7 +26,7 @@ from normlab.probes import layer_maps
 from normlab.report import probe_report, short_names
 from normlab.report.facts import growth, left_out_of_all, number, step
 from normlab.report.inputs import batches, load, token_text
-from normlab.report.measure import Measured, _text, experiment, measure
+from normlab.report.measure import Measured, Recorded, _text, experiment, measure
 from normlab.report.page import cut_lines, series_page
 
 TEXT = "the cat sat on the mat and the dog lay by the door while rain fell on the old grey roof of the house " * 20
@@ -128,6 +128,13 @@ def test_a_section_says_how_many_pieces_it_is_of_where_these_are_not_all(saved, 
     page = (tmp_path / "report.html").read_text()
     assert re.search("<li>Cheapest to leave out: .* nats a token, on the first 8 pieces[.]</li>", page)
     assert page.count("on the first 8 pieces") == 3 and page.count("on the first 4 pieces") == 4
+
+
+def test_a_text_goes_where_offloaded_weights_are_run(saved):
+    accelerate, loaded = pytest.importorskip("accelerate"), load(str(saved))
+    there = measured(loaded, saved).loss
+    accelerate.cpu_offload(loaded.model, execution_device=torch.device("cpu"))
+    assert measured(loaded, saved).loss == there
 
 
 @pytest.mark.parametrize("kind", ["BertModel", "DistilBertModel", "BertForSequenceClassification"])
@@ -356,10 +363,10 @@ def test_numbers_have_three_digits_and_thousands_are_in_full():
 
 
 def test_sentences_of_a_series_begin_with_their_stack_where_there_are_several():
-    one = of_blocks(rms=[1.0, 4.0], relative_contribution=[3.0, 1.0]).assign(stack="", model="one")
-    two = [one.assign(stack=stack, model="two") for stack in ("encoder", "decoder")]
-    losses, missing = {"one": "a", "two": "b"}, {"one": [], "two": []}
-    opening, _ = series_page(pandas.concat([one, *two]), "model", losses, missing, "", {})
+    one = of_blocks(rms=[1.0, 4.0], relative_contribution=[3.0, 1.0]).assign(stack="")
+    two = pandas.concat([one.assign(stack=stack) for stack in ("encoder", "decoder")])
+    recorded = [Recorded("one", "one", one, "a", []), Recorded("two", "two", two, "b", [])]
+    opening, _ = series_page(recorded, "model", "")
     alone, both = re.findall("<li>(.*?)</li>", opening)
     assert alone.startswith("<b>one</b>: a. The residual stream grows 4-fold: ") and "coder" not in alone
     for stack in ("encoder", "decoder"):

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -19,6 +18,7 @@ from normlab.study import entry as league
 from normlab.study import league as standings
 from normlab.study.presets import get_preset
 from normlab.training.config import TrainConfig
+from normlab.training.estimate import Plan
 from normlab.training.grids import Part, Preset, Variant, planned
 from normlab.training.run import train
 from normlab.training.workers import Outcome, Pool
@@ -302,7 +302,7 @@ def test_a_processor_without_bfloat16_is_told_how_long_float32_takes(preset, mon
 
 def test_hours_are_of_the_runs_that_are_left_at_once_as_many_as_there_are_workers(monkeypatch):
     table = pd.DataFrame({"hours": [2.0, 2.0, 2.0, 2.0], "done": [True, False, False, False]})
-    monkeypatch.setattr(league, "plan", lambda *_, **__: SimpleNamespace(table=table))
+    monkeypatch.setattr(league, "plan", lambda *_, time, workers, threads: Plan(table, workers, threads))
     for workers, threads, expected in ((2, 1, 4.0), (1, 2, 3.0), (3, 1, 2.0)):
         assert league.hours(None, "out", workers=workers, threads=threads) == expected
     table["done"] = True

@@ -213,6 +213,11 @@ def test_a_build_that_breaks_off_leaves_no_cache(path, tmp_path, monkeypatch):
     assert len(_load(path).train) > 0
 
 
+def test_a_prepared_text_has_the_rights_of_any_new_folder(path, tmp_path):
+    (tmp_path / "new").mkdir()
+    assert _load(path).tokenizer_path.parent.stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
 def test_a_build_that_another_process_finished_first_is_used(path, tmp_path, monkeypatch):
     original = corpora.unigram_entropy
 

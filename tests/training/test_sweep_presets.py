@@ -1,5 +1,6 @@
 """The runs of a preset, their order, their learning rates, and how long they will take."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -322,6 +323,17 @@ def test_a_run_that_diverged_early_tells_no_hours(text, tmp_path):
     assert set(table.loc[table["depth"] == 2, "hours"]) == {2.0} and table["done"].sum() == 2
 
 
+def test_a_run_of_before_there_were_precisions_is_in_a_plan(text, tmp_path):
+    preset, out = small_preset(text), tmp_path / "out"
+    config = replace(planned(preset, threads=1, keep_weights=False)[0], dtype="float32")
+    manifest = write_run(config, out) / runs.MANIFEST
+    old = json.loads(manifest.read_text())
+    del old["config"]["dtype"]
+    manifest.write_text(json.dumps(old))
+    table = plan(preset, out, workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False).table
+    assert list(table.loc[table["done"], "run"]) == [config.run_id]
+
+
 def test_a_sweep_lists_its_runs_and_the_hours_that_finished_runs_tell(text, tmp_path, monkeypatch):
     preset, out = small_preset(text), tmp_path / "out"
     monkeypatch.setattr(estimate, "train", lambda *_, **__: pytest.fail("it trained"))
@@ -386,6 +398,15 @@ def test_a_sweep_takes_at_least_as_long_as_its_longest_run_and_tokens_that_diffe
     assert words[-2:] == ["3 runs, 2 left; 61.0 core-hours, 11.0 left", "about 5.0 hours with 8 workers"]
     done = estimate.Plan(pd.DataFrame(rows[2:]), 8, 2).in_words().splitlines()
     assert done[-1] == "about 0.0 hours with 8 workers"
+
+
+@pytest.mark.parametrize(("hours", "expected"), [([1.0, 1.0, 1.0], 2), ([4.0, 1.0, 1.0, 1.0, 1.0], 4)])
+def test_the_first_worker_that_is_free_takes_the_next_run(hours, expected):
+    table = pd.DataFrame({"scheme": "lns", "depth": 2, "tokens": 1e6, "hours": hours, "done": False})
+    of_two = estimate.Plan(table, 2, 1)
+    assert of_two.hours_left == expected
+    assert of_two.in_words().endswith(f"about {expected:.1f} hours with 2 workers")
+    assert math.isnan(estimate.Plan(table.assign(hours=math.nan), 2, 1).hours_left)
 
 
 def test_steps_are_timed_where_that_is_asked_for(text, tmp_path, capsys):

@@ -127,8 +127,7 @@ def test_a_real_sweep_in_two_processes_equals_the_same_runs_in_this_one(text, tm
 
     monkeypatch.setattr(sweep_module, "Pool", Kept)
     configs = [tiny(text, scheme=scheme, keep_weights=False, threads=1) for scheme in ("lns", "bhyt", "dyt")]
-    lock = tmp_path / "out" / store.PARTIAL / f"{configs[2].run_id}.lock"
-    with store.exclusive(lock):
+    with store.to_train(tmp_path / "out", configs[2].run_id):
         result = normlab.sweep(
             configs, tmp_path / "out", workers=2, threads=1, cache_dir=tmp_path / "cache", progress=False
         )

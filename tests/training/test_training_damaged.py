@@ -195,7 +195,8 @@ def test_a_kept_models_folder_lies_where_it_was_asked_for(done, text, tmp_path, 
     victim = tmp_path / "victim-d2"
     victim.mkdir()
     config = tiny(text, model={"kappa_schedule": "/../../victim"})
-    monkeypatch.setattr(runs, "read_run", lambda path: runs.Run(path, {"run": "x", "config": config.to_dict()}))
+    manifest = {"run": "x", "config": config.to_dict(), "corpus": {}}
+    monkeypatch.setattr(runs, "read_run", lambda path: runs.Run(path, manifest))
     with pytest.raises(NormlabError, match="is no name of a file below"):
         keep.keep(done.path, tmp_path / "out" / "models")
     assert victim.is_dir()
@@ -216,10 +217,10 @@ def test_a_finished_run_with_a_damaged_table_is_found(done, text, go, tmp_path):
 
 
 def test_a_finished_run_on_a_read_only_place_is_returned(done, text, go, monkeypatch):
-    def read_only(path: Path) -> None:
+    def read_only(path: Path, busy: str) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(store, "exclusive", read_only)
+    monkeypatch.setattr(store, "locked", read_only)
     assert go(tiny(text), done.path.parent).path == done.path
 
 

@@ -120,11 +120,11 @@ def test_weights_that_a_finished_run_lacks_are_one_warning_and_none_in_a_sweep(t
 def test_a_run_that_another_process_finishes_before_the_lock_is_taken_is_not_trained_again(
     done, text, go, tmp_path, monkeypatch
 ):
-    def late(path: Path) -> contextlib.AbstractContextManager:
+    def late(path: Path, busy: str) -> contextlib.AbstractContextManager:
         shutil.copytree(done.path, tmp_path / done.name)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(store, "exclusive", late)
+    monkeypatch.setattr(store, "locked", late)
     monkeypatch.setattr(run_module, "_run", lambda *_: pytest.fail("trained again"))
     assert go(tiny(text), tmp_path).manifest == done.manifest
 
@@ -323,7 +323,7 @@ def test_a_directory_of_runs_may_hold_other_files(done, text, go, tmp_path):
 def test_a_run_that_another_process_trains_is_refused(text, go, tmp_path):
     config = tiny(text)
     with (
-        store.exclusive(tmp_path / store.PARTIAL / f"{config.run_id}.lock"),
+        store.to_train(tmp_path, config.run_id),
         pytest.raises(NormlabError, match=f"another process is training {config.scheme}"),
     ):
         go(config, tmp_path)

@@ -267,7 +267,7 @@ def test_the_change_is_a_trait_and_what_is_shown():
     assert sum(token.x) <= 1.0 and len(token.y) == 8
     widget.change = {"kappa": 0.25}
     assert max(traces(widget)["intervened share"].y) > 0.0 == max(traces(widget)["as it is share"].y)
-    with pytest.raises(NormlabError, match="not a change: block"):
+    with pytest.raises(NormlabError, match="not a change: block is 2; it must be at most 1"):
         widget.change = {"block": 2}
     widget.undo()
     assert widget.change == {} and size("intervened") == size("as it is")

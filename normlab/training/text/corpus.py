@@ -17,9 +17,6 @@ entry, ours on the hash of the text. It also writes a column in pieces, and only
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +27,7 @@ import numpy as np
 import platformdirs
 
 from normlab.errors import NormlabError
+from normlab.files import first_folder
 from normlab.store import full_disk_named
 from normlab.training import require_training
 from normlab.training.config import CorpusSpec
@@ -212,8 +210,8 @@ def corpus_of(config: Any, cache_dir: str | Path | None = None, progress: bool =
     source = carried.read_text() if is_carried else source_key(spec.corpus)
     final = root / "corpus" / _key(spec, source)
     if not (final / "corpus.json").is_file():
-        with full_disk_named(root), datasets_in(root):
-            _build(final, spec, progress and can_redraw())
+        with full_disk_named(root), datasets_in(root), first_folder(final) as staged:
+            _write(staged, spec, progress and can_redraw())
     return _open(final, spec.corpus, "" if is_carried else source)
 
 
@@ -233,21 +231,6 @@ def _key(spec: CorpusSpec, source: str) -> str:
     tokenizer = tokenizer_key(spec.tokenizer) or f"bpe-{spec.vocab_size}"
     cut = (tokenizer, str(spec.block_length), spec.text_column, str(spec.characters))
     return digest(str(CACHE_VERSION), source, *cut)[:20]
-
-
-def _build(final: Path, spec: CorpusSpec, progress: bool) -> None:
-    """Build into a temporary directory and rename it to `final`, so that a killed build leaves no half cache."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".building-", dir=final.parent))
-    try:
-        _write(staging, spec, progress)
-        try:
-            os.rename(staging, final)
-        except OSError:  # another process built the same corpus meanwhile: both are equal, keep the first
-            if not (final / "corpus.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write(directory: Path, spec: CorpusSpec, progress: bool) -> None:

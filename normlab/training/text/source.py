@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from normlab.errors import ANSWER_SECONDS, NormlabError, first_line, hub_or_cache
+from normlab.errors import ANSWER_SECONDS, NormlabError, first_line
+from normlab.loading import hub_or_cache
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

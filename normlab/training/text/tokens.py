@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from tqdm import tqdm
 
-from normlab.errors import NormlabError, first_line, hub_or_cache
+from normlab.errors import NormlabError, first_line
+from normlab.loading import hub_or_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

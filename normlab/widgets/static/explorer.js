@@ -152,7 +152,7 @@ function explorerPane(data, host, state, told, beside) {
     // With fewer lines the linear axis fits those; their names, placed for the whole axis, go into a legend. So with published values.
     const fits = shown().length && (printed || (kind === "linear" && !all));
     const axis = { ...now?.axes[kind] };
-    if (fits && (kind === "linear" || printed)) {
+    if (fits) {
       const ranges = shown().flatMap(({ name }) => [now.ranges[name], state.theory && now.predicted[name]]);
       const range = around([...(kind === "linear" ? ranges : [axis.range]), printed?.ranges[kind]]);
       if (range) axis.range = range;
