@@ -22,7 +22,15 @@ from normlab.probes.checkpoints import Checkpoints, in_backward, is_packed
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, Place
 from normlab.probes.gradients import watch_logits, watch_loss
-from normlab.probes.hooks import EXPERIMENTS, Hook, is_running, uncompiled
+from normlab.probes.hooks import (
+    EXPERIMENTS,
+    Hook,
+    has_fake_tensors,
+    is_dry_run,
+    is_on_other_weights,
+    is_running,
+    uncompiled,
+)
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
     Refusal,
@@ -155,9 +163,11 @@ class Recorder:
         forgives: leave out what was asked and cannot be measured, instead of an error. So are gradients of calls whose
             loss does not say how many labels it averages over.
         is_open: the model is watched.
+        has_own_weights: no call that was measured was of other weights than the model's.
     """
 
     training_only = training_first = trains = forgives = is_open = False
+    has_own_weights = True
 
     def __init__(self, where: Sites, metrics: Sequence[Metric], loss_tokens: LossTokens, masks: Sequence[str]):
         self.sites = where
@@ -317,7 +327,10 @@ class Recorder:
         """True where a call begins that is not to be measured."""
         if self.training_only and not torch.is_grad_enabled():
             return True
-        if EXPERIMENTS.running > self._experiments:
+        if EXPERIMENTS.running > self._experiments or is_dry_run():
+            return True
+        if has_fake_tensors():
+            self.absent["calls of fake tensors"] = "they have shapes and no values"
             return True
         if torch._C._are_functorch_transforms_active():
             self.absent["calls inside torch.func"] = "its tensors have no values of their own: use torch.autograd"
@@ -369,6 +382,7 @@ class Recorder:
             self._forget()
             self.training_only = True
         self.trains |= torch.is_grad_enabled()
+        self.has_own_weights &= not is_on_other_weights()
         self._flush()
         self._local.call = self._latest = call = Call(self._accumulator.masks, implicit, inputs)
         call.inputs.mask, call.inputs.settled = self.sites.mask, self.settled
@@ -484,20 +498,19 @@ class Recorder:
 
     def _block_in(self, block: Block, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         x = hidden_state(args, kwargs, module)
-        known = self.known.get(module)
-        if known is None:
-            rows = [] if self._call is None else self._call.tokens.possible_rows()
-            channels_first = is_channels_first(module, x, rows)
-            known = self.known.setdefault(module, KnownBlock(channels_first, are_turned(module)))
         if in_backward():  # a checkpoint runs the block again
             repeated = self._checkpoints.find(block, x, begins=True)
             if repeated is not None:
-                place = ("block_in", repeated.run.layer)
-                self._measurer.gradient(repeated.call, place, x, known.channels_first, repeated=repeated)
+                place, channels_first = ("block_in", repeated.run.layer), self.known[module].channels_first
+                self._measurer.gradient(repeated.call, place, x, channels_first, repeated=repeated)
             return None
         call = self._block_call(block)
         if call is None:
             return None
+        known = self.known.get(module)
+        if known is None:
+            channels_first = is_channels_first(module, x, call.tokens.possible_rows())
+            known = self.known.setdefault(module, KnownBlock(channels_first, are_turned(module)))
         if not x.numel():
             call.absent["calls without tokens"] = "they hold nothing to measure"
             return None
@@ -838,6 +851,7 @@ class Recorder:
             self.absent.clear()
             self._accumulator = Accumulator(self._accumulator.masks, self._measurer.statistics)
 
+            self.has_own_weights = True
     def _flush(self, is_last: bool = False) -> None:
         """Merge what finished calls measured, and the gradients that have arrived, into the running statistics.
 

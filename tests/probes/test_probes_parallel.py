@@ -1,0 +1,104 @@
+"""Pipelines, DTensors, split heads and fake tensors: what is there is measured, and the rest has a reason."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: its default arguments hold what they find
+from probe_toys import PreLN, Stack, X, size
+from probe_zoo import near, tiny_llama, token_batch, values
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import normlab
+from normlab.errors import NormlabError
+from normlab.probes import attention_sinks, record
+
+METRICS = ["token_l2_mean", "max_abs", "grad_l2_mean", "attention_entropy", "massive_activation_ratio"]
+
+
+def fake_group(ranks):
+    """A group of which this is the only process: what the others would send does not arrive."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    yield init_device_mesh("cpu", (ranks,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank():
+    yield from fake_group(1)
+
+
+@pytest.fixture
+def two_ranks():
+    yield from fake_group(2)
+
+
+# -- calls that are no passes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_pipelines_dry_run_is_not_measured(trains, one_rank):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    def loss(out, target):
+        return (out - target).square().sum()
+
+    def recorded(run):
+        metrics = [name for name in METRICS if trains or "grad" not in name]
+        with record(Stack(PreLN, PreLN), metrics, masks=["all"], loss_tokens=1) as rec, torch.set_grad_enabled(trains):
+            run(rec.sites.model)
+        return rec
+
+    def in_parts(model):
+        for part in X.split(1):
+            out = model(part)
+            if trains:
+                loss(out, torch.ones(())).backward()
+
+    def in_a_pipeline(model):
+        stage = PipelineStage(model, 0, 1, X.device)
+        schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss if trains else None)
+        schedule.step(X, target=torch.ones(2, 1, 1)) if trains else schedule.eval(X)
+
+    plain, piped = recorded(in_parts), recorded(in_a_pipeline)
+    assert values(piped.stats()) == near(values(plain.stats()))
+    assert piped.stats().manifest["forward_passes"] == 2 and piped.absent == plain.absent
+
+
+def exported(model, x):
+    torch.export.export(model, (x,), strict=False)
+
+
+def estimated(model, x):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(x))
+
+
+@pytest.mark.parametrize(
+    ("run", "metrics"), [(exported, METRICS), (estimated, METRICS), (estimated, ["token_l2_mean"])]
+)
+def test_a_call_of_fake_tensors_is_left_out_and_takes_no_step_with_it(run, metrics):
+    tables = []
+    for fakes in ((), (0, 1)):
+        model = Stack(PreLN, PreLN)
+        with normlab.observe(model, every=1, metrics=metrics, loss_tokens=1) as observer, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step in range(2):
+                model(X).sum().backward()
+                if step in fakes:
+                    run(model, X)
+                observer.step(1.0, step)
+        tables.append(observer.to_pandas().set_index(["step", "site", "layer", "metric", "mask"])["value"].to_dict())
+    assert tables[0] == tables[1] and {step for step, *_ in tables[1]} == {0, 1}
+    assert "calls of fake tensors" in observer.absent
+    with record(model, metrics) as rec:
+        run(model, X)
+    assert not rec.known and rec.latest is None
