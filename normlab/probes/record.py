@@ -813,6 +813,8 @@ class Recorder:
         moments = moments[~self._is_of_some_passes(moments)]
         if "mask no_first" not in self.absent:
             for site, layer, mask in self._accumulator.without_tokens():
+                if f"{site} {layer}" in self.absent:
+                    continue
                 self.absent[f"{site} {layer}, {mask}"] = "no token counted: all are padding, or the first of their row"
         names = tuple(metric.name for metric in self.metrics)
         details = manifest(self.sites, self.metrics, self._accumulator.masks, self._calls)
@@ -849,9 +851,9 @@ class Recorder:
             self._finished, self._calls, self._idle_calls = [], 0, 0
             self._layers_run, self._awaited, self._reached = set(), 0, 0
             self.absent.clear()
+            self.has_own_weights = True
             self._accumulator = Accumulator(self._accumulator.masks, self._measurer.statistics)
 
-            self.has_own_weights = True
     def _flush(self, is_last: bool = False) -> None:
         """Merge what finished calls measured, and the gradients that have arrived, into the running statistics.
 

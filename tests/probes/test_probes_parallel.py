@@ -102,3 +102,40 @@ def test_a_call_of_fake_tensors_is_left_out_and_takes_no_step_with_it(run, metri
     with record(model, metrics) as rec:
         run(model, X)
     assert not rec.known and rec.latest is None
+
+
+# -- DTensors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Replicate()])
+def test_a_stream_of_dtensors_is_refused_in_a_line(placement, one_rank):
+    model = Stack(PreLN, PreLN)
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(DTensor.from_local(weight.data, one_rank, [Replicate()])))
+    x = DTensor.from_local(X, one_rank, [placement])
+    with pytest.raises(NormlabError, match="pass DTensors on.*use_local_output=True"), record(model, ["rms"]):
+        model(x)
+    with normlab.observe(model, every=1, metrics=["rms"]) as observer:
+        model(x)
+        with pytest.raises(NormlabError, match="^nothing could be measured: the blocks pass DTensors on"):
+            observer.step(1.0, 0)
+
+
+@pytest.mark.parametrize("kind", ["_merge", "_merge_array"])
+def test_an_error_in_the_merging_of_a_pass_is_a_reason_and_ends_no_training(kind, monkeypatch):
+    from normlab.probes.accumulate import Accumulator
+
+    def fail(*_):
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(Accumulator, kind, fail)
+    model = Stack(PreLN, PreLN)
+    with normlab.observe(model, every=1, metrics=METRICS[:-2] + METRICS[-1:], loss_tokens=1) as observer:
+        model(X).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            observer.step(1.0, 0)
+    assert observer.absent["block_out 1"] == "ZeroDivisionError: of ours"
+    assert not any("padding" in why for why in observer.absent.values())
+    assert ("max_abs" in set(observer.to_pandas()["metric"])) == (kind == "_merge_array")
