@@ -103,6 +103,12 @@ def called_by(block: nn.Module | None) -> list[nn.Module]:
     return []
 
 
+def shards_itself(module: nn.Module) -> bool:
+    """True if FSDP2 shards parameters of a module, and holds them whole while it runs."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # else nothing is sharded
+    return isinstance(module, getattr(fsdp, "FSDPModule", ()))
+
+
 class _Uncompiled:
     """Has compiled code run uncompiled, in this process, while any recording of a model that it may run is open.
 

@@ -15,7 +15,7 @@ from normlab.probes.experiments import Batch, Runner, require_counted, see_layer
 from normlab.probes.layout import hidden_state
 from normlab.probes.passes import evaluating, on_blocks
 from normlab.probes.sites import Sites
-from normlab.probes.statistics import AttentionWatch, at_least_float32
+from normlab.probes.statistics import SPLIT, AttentionWatch, at_least_float32
 
 if TYPE_CHECKING:
     import pandas
@@ -107,7 +107,8 @@ def attention_sinks(
 
     Raises:
         NormlabError: no attention was seen, as in code that is neither `scaled_dot_product_attention` nor a softmax; or
-            none over the tokens alone, as with a prefix; blocks that hold (length, batch, width).
+            none over the tokens alone, as with a prefix; heads that tensor parallelism splits over ranks; blocks that
+            hold (length, batch, width).
     """
     import pandas
 
@@ -126,6 +127,8 @@ def attention_sinks(
         require_counted(bool(tokens.any()))
         length = tokens.shape[1]
         found = watch.found([(len(tokens), length)], length)
+        if watch.why == SPLIT:
+            raise NormlabError(f"{SPLIT}: give a model that is not split")
         if found is None:
             for call in watch.calls:
                 whose = "cross-attention's " if call.kind == "cross" else ""

@@ -139,3 +139,40 @@ def test_an_error_in_the_merging_of_a_pass_is_a_reason_and_ends_no_training(kind
     assert observer.absent["block_out 1"] == "ZeroDivisionError: of ours"
     assert not any("padding" in why for why in observer.absent.values())
     assert ("max_abs" in set(observer.to_pandas()["metric"])) == (kind == "_merge_array")
+
+
+# -- heads and tokens that ranks share ---------------------------------------------------------------------------------
+
+
+def split_heads(model, mesh):
+    columns, rows = ColwiseParallel, RowwiseParallel
+    plan = {f"self_attn.{name}_proj": columns() for name in "qkv"} | {"self_attn.o_proj": rows()}
+    for block in model.model.layers:
+        parallelize_module(block, mesh, plan)
+
+
+def sharded_whole(model, mesh):
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def sharded_finely(model, mesh):
+    for block in model.model.layers:
+        fully_shard(block.self_attn.q_proj, mesh=mesh)
+        fully_shard(block.self_attn, mesh=mesh)
+
+
+@pytest.mark.parametrize(("shard", "is_split"), [(split_heads, True), (sharded_whole, False), (sharded_finely, False)])
+def test_attention_is_left_out_where_a_rank_has_a_part_of_the_heads(shard, is_split, two_ranks):
+    model = tiny_llama(num_hidden_layers=2)
+    shard(model, two_ranks)
+    with record(model, ["rms", "attention_entropy", "attention_logit_max"]) as rec, torch.no_grad():
+        model(**token_batch())
+    stats = rec.stats()
+    lost = {place for place, why in stats.manifest["absent"].items() if "splits its heads over ranks" in why}
+    assert lost == ({"attention 1", "attention 2"} if is_split else set())
+    assert ("attention_entropy" in set(stats.to_pandas()["metric"])) is not is_split
+    if is_split:
+        with pytest.raises(NormlabError, match="splits its heads over ranks.*give a model that is not split"):
+            attention_sinks(model, token_batch(), queries=1)
