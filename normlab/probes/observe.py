@@ -52,7 +52,8 @@ LEFT_OUT = {
     GRADIENTS: "gradients of a forward pass", "weights": "weights", "updates": "updates",
     "update_ratio": "update ratios",
 }  # fmt: skip
-MISLEADING = ("padding by ", "tokens ", "stream after ", "mask no_first")
+OTHER_WEIGHTS = "the model runs on others than its own (torch.func.functional_call)"
+MISLEADING = ("padding by ", "tokens ", "stream after ", "part of each row", "mask no_first")
 
 
 class LossSpikes:
@@ -421,7 +422,7 @@ def observe(
             returns is multiplied or divided by is seen.
         scaler: with `loss_tokens`, a `torch.amp.GradScaler`, whose scale is undone.
         group: process group of the ranks that see different tokens; default: all ranks. With tensor parallelism give
-            the data-parallel group, since its ranks see the same tokens.
+            the data-parallel group, since its ranks see the same tokens; not where sequence parallelism splits rows.
         path: a CSV file of the last readings, written anew after each. It is there when the process dies.
         mask: what masks padding, as for `record`.
         optimizer: Adam or AdamW, whose updates and moments are read too, by block: `update_ratio`, `first_moment`,

@@ -176,3 +176,36 @@ def test_attention_is_left_out_where_a_rank_has_a_part_of_the_heads(shard, is_sp
     if is_split:
         with pytest.raises(NormlabError, match="splits its heads over ranks.*give a model that is not split"):
             attention_sinks(model, token_batch(), queries=1)
+
+
+class Cut(nn.Module):
+    """Blocks that hold the first tokens of each row alone, as ranks of sequence parallelism hold a part."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.embed, self.body, self.held = nn.Embedding(32, X.shape[-1]), Stack(PreLN, PreLN), held
+
+    def forward(self, tokens, past_key_values=None):
+        return self.body(self.embed(tokens)[:, : self.held])
+
+
+TOKENS = torch.randint(0, 32, (3, 8), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("held", "more", "is_told"),
+    [
+        (4, {}, True),
+        (8, {}, False),
+        (4, {"past_key_values": ()}, False),
+    ],
+)
+def test_blocks_that_hold_a_part_of_each_row_are_told(held, more, is_told):
+    model = Cut(held)
+    with normlab.observe(model, every=1, metrics=["rms"]) as observer, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(tokens=TOKENS, **more)
+        observer.step(1.0, 0)
+    words = "step 0: part of each row: the blocks hold 4 positions for a row's 8 tokens"
+    assert sum(str(one.message).startswith(words) for one in told) == is_told
+    assert ("part of each row" in observer.absent) is is_told
