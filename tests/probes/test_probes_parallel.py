@@ -209,3 +209,19 @@ def test_blocks_that_hold_a_part_of_each_row_are_told(held, more, is_told):
     words = "step 0: part of each row: the blocks hold 4 positions for a row's 8 tokens"
     assert sum(str(one.message).startswith(words) for one in told) == is_told
     assert ("part of each row" in observer.absent) is is_told
+
+
+# -- what is asked of which ranks --------------------------------------------------------------------------------------
+
+
+def test_the_callback_merges_over_the_ranks_of_its_group(two_ranks):
+    model, state = tiny_llama(num_hidden_layers=2), SimpleNamespace(global_step=0, is_world_process_zero=False)
+    arguments, own = SimpleNamespace(report_to=[], output_dir="."), dist.new_group([0])
+    callback = normlab.LayerStatsCallback(1, ["grad_l2_total"], group=own, update_ratio=False)
+    callback.on_train_begin(arguments, state, None)
+    callback.on_step_begin(arguments, state, None, model=model)
+    model(**token_batch()).loss.backward()
+    callback.on_pre_optimizer_step(arguments, state, None, model=model)
+    state.global_step = 1
+    callback.on_step_end(arguments, state, None, model=model)
+    assert "grad_l2_total" in set(callback.to_pandas()["metric"])
