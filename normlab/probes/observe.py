@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
 
+Row = tuple[Any, ...]  # step, site, layer, metric, mask, value
 DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean")
 COLUMNS = ["step", "site", "layer", "metric", "mask", "value"]
 KEEP = 64  # readings
@@ -303,13 +304,11 @@ def _scores(series: pandas.DataFrame) -> pandas.DataFrame:
     return off / (noise + FLOOR)
 
 
-def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
+def _weights(where: Sites, step: int) -> tuple[list[Row], str | None]:
     """`parameter_rms` in each block, and why weights are left out if some are.
 
     Of modules that are alike, as experts, it is their mean, and their number in the name is a star.
     """
-    import pandas
-
     found, without = defaultdict[tuple[str, int], list[float]](list), None
     for block in where.blocks:
         starred = _starred(block.module)
@@ -328,7 +327,7 @@ def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
                     continue
                 found[site, block.layer].append(rms)
     rows = [(step, site, layer, "parameter_rms", "all", sum(x) / len(x)) for (site, layer), x in found.items()]
-    return pandas.DataFrame(rows, columns=COLUMNS), without
+    return rows, without
 
 
 def _rms(weight: Tensor) -> float:
@@ -534,18 +533,27 @@ class Observer:
             except NormlabError as error:  # on all ranks alike
                 warnings.warn(f"step {step} is left out: {error}", stacklevel=3)
                 return False
-            weights, without = _weights(self.sites, step)
-            absent = stats.manifest["absent"] | ({} if without is None else {"weights": without})
-            tables = [layers, weights]
+            weights, without = _weights(self.sites, step) if recorder.has_own_weights else ([], OTHER_WEIGHTS)
+            absent = {} if without is None else {"weights": without}
             if self._updates is not None:
-                rows, without = self._updates.measure(step)
+                updates, without = self._updates.measure(step)
+                weights += updates
                 absent |= {} if without is None else {"updates": without}
-                tables += [pandas.DataFrame(rows, columns=COLUMNS)] * bool(rows)
-            self.readings.add(_joined(tables))
+            if len(stats.manifest["blocks"]) > self.sites.depth:  # on all ranks: they hold stages of a pipeline
+                weights, absent = self._of_all_stages(weights, absent)
+            absent = stats.manifest["absent"] | absent
+            self.readings.add(_joined([layers, *[pandas.DataFrame(weights, columns=COLUMNS)] * bool(weights)]))
             self.leave_out(step, absent)
             # Of several ranks none may leave out a step alone: the others would wait for it.
             self._forgives = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         return is_measured
+
+    def _of_all_stages(self, rows: list[Row], absent: dict[str, str]) -> tuple[list[Row], dict[str, str]]:
+        """Rows of weights and updates of all stages, and why some are left out."""
+        parts: list[Any] = [None] * torch.distributed.get_world_size(self._group)
+        torch.distributed.all_gather_object(parts, (rows, absent), self._group)
+        without = {place: why for _, told in parts for place, why in told.items()}
+        return [row for rows, _ in parts for row in rows], without
 
     def leave_out(self, step: int, absent: Mapping[str, str]) -> None:
         """Note what could not be measured at a step, and why.

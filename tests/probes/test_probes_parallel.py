@@ -225,3 +225,17 @@ def test_the_callback_merges_over_the_ranks_of_its_group(two_ranks):
     state.global_step = 1
     callback.on_step_end(arguments, state, None, model=model)
     assert "grad_l2_total" in set(callback.to_pandas()["metric"])
+
+
+def test_weights_that_a_call_is_given_are_not_taken_for_the_models_own():
+    model = Stack(PreLN, PreLN)
+    weights = {name: 2 * weight.detach() for name, weight in model.named_parameters()}
+    with normlab.observe(model, every=1, metrics=["rms"]) as observer:
+        torch.func.functional_call(model, weights, (X,))
+        with pytest.warns(UserWarning, match="weights are left out: the model runs on others than its own"):
+            observer.step(1.0, 0)
+        model(X)
+        observer.step(1.0, 1)
+    assert "torch.func.functional_call" in observer.absent["weights"]
+    table = observer.to_pandas()
+    assert {*table[table["metric"] == "parameter_rms"]["step"]} == {1} and {*table["step"]} == {0, 1}
