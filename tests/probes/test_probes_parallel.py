@@ -211,6 +211,23 @@ def test_blocks_that_hold_a_part_of_each_row_are_told(held, more, is_told):
     assert ("part of each row" in observer.absent) is is_told
 
 
+class Positioned(Cut):
+    def forward(self, tokens, position_ids=None):
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("gives", [True, False])
+def test_positions_say_which_part_of_a_context_has_the_first_token(gives):
+    """As ranks of context parallelism hold the parts, which each one calls with its own tokens."""
+    with record(Positioned(8), ["token_l2_mean"]) as rec, torch.no_grad():
+        for part, places in zip(TOKENS.split(4, 1), torch.arange(8).split(4), strict=True):
+            rec.sites.model(part, **({"position_ids": places[None]} if gives else {}))
+        body, h = rec.sites.model.body.layers, rec.sites.model.embed(TOKENS)
+        h = body[1](body[0](h))
+    counted = h[:, 1:] if gives else h.view(3, 2, 4, -1)[:, :, 1:]
+    assert values(rec.stats())["block_out", 2, "token_l2_mean", "no_first"] == size(counted)
+
+
 # -- what is asked of which ranks --------------------------------------------------------------------------------------
 
 
