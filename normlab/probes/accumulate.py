@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -135,16 +136,21 @@ class Accumulator:
                 if place is None:
                     continue
                 if kind in MERGE:
-                    self.kinds.add(kind)
-                    masks = call.tokens.masks(values.device, shape[:-1])
-                    if masks is not None:
-                        self._counted[kind, place] = self._counted.get((kind, place), False) | masks.any(1)
-                    before = self._arrays.get((kind, place))
-                    self._arrays[kind, place] = values.clone() if before is None else MERGE[kind](before, values)
+                    with _losing(call, [place]):
+                        self._merge_array(call, kind, place, values, shape)
                     continue
                 groups[kind, values.device, shape][place] = values
             for (kind, _, shape), group in groups.items():
-                self._merge(call, kind, group, shape)
+                with _losing(call, group):
+                    self._merge(call, kind, group, shape)
+
+    def _merge_array(self, call: Call, kind: str, place: Place, values: Tensor, shape: tuple[int, ...]) -> None:
+        self.kinds.add(kind)
+        masks = call.tokens.masks(values.device, shape[:-1])
+        if masks is not None:
+            self._counted[kind, place] = self._counted.get((kind, place), False) | masks.any(1)
+        before = self._arrays.get((kind, place))
+        self._arrays[kind, place] = values.clone() if before is None else MERGE[kind](before, values)
 
     def _merge(self, call: Call, kind: str, group: dict[Place, Tensor], shape: tuple[int, ...]) -> None:
         device = next(iter(group.values())).device
@@ -191,6 +197,16 @@ class Accumulator:
             if has_tokens
         }
         return pandas.concat(tables, ignore_index=True), arrays
+
+
+@contextmanager
+def _losing(call: Call, places: Iterable[Place]) -> Iterator[None]:
+    """Leave out what is measured at these places where it raises, with the reason: no training ends by it."""
+    try:
+        yield
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        call.absent |= {f"{site} {layer}": why for site, layer in places}
 
 
 def _place(where: Place | NormRead, is_gradient: bool = False) -> Place | None:

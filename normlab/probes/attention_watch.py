@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from normlab.probes.hooks import called_by
+from normlab.errors import NormlabError
+from normlab.probes.hooks import called_by, shards_itself
 from normlab.probes.sites import Block
 from normlab.probes.statistics import without_autocast
 
@@ -91,6 +93,23 @@ IN_ONE_PIECE = (
     "PyTorch's fast path computes it in one piece: call torch.backends.mha.set_fastpath_enabled(False) before, or "
     "train()"
 )
+SPLIT = "tensor parallelism splits its heads over ranks, and one rank sees its own alone"
+
+
+def has_split_heads(attention: nn.Module) -> bool:
+    """True if tensor parallelism splits the weights of an attention that runs, and so its heads, over ranks.
+
+    FSDP2 holds weights whole meanwhile. Those of a module inside it may be split over one dimension by FSDP2 itself.
+    """
+    inside = [m for m in attention.modules() if m is not attention and shards_itself(m)]
+    sharded = {m for outer in inside for m in outer.modules()}
+
+    def dimensions(weight: DTensor) -> int:
+        over = zip(weight.placements, weight.device_mesh.shape, strict=True)
+        return sum(size > 1 and not placement.is_replicate() for placement, size in over)
+
+    weights = [(m, p) for m in attention.modules() for p in m.parameters(recurse=False) if isinstance(p, DTensor)]
+    return any(dimensions(weight) > (module in sharded) for module, weight in weights)
 
 
 class Attention(NamedTuple):
@@ -276,7 +295,10 @@ class AttentionWatch(TorchFunctionMode):
             with torch.no_grad(), without_autocast(like.device):
                 if (seen := see()) is not None:
                     parts = called_by(self._block)
-                    kind = next((self._kinds[part] for part in parts if part in self._kinds), None)
+                    owner = next((part for part in parts if part in self._kinds), parts[0] if parts else self._block)
+                    kind = None if owner is None else self._kinds.get(owner)
+                    if owner is not None and kind not in ("mlp", "cross") and has_split_heads(owner):
+                        raise NormlabError(SPLIT)
                     self.calls.append(seen._replace(part=next(iter(parts), None), kind=kind))
         except Exception as error:  # the watched model goes on
             self.why = str(error)

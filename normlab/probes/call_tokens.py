@@ -44,6 +44,7 @@ UNTOLD = (
 # Keys of `absent`, or how they begin.
 PADDING_BY = "padding by "  # an argument that looks like a mask
 TOKENS_OF = "tokens "  # the shape of an activation of which it is not told which tokens count
+PART_OF_ROW = "part of each row"  # the blocks hold fewer tokens than the caller gives
 NO_FIRST = "mask no_first"  # it is not told which tokens are the first of their row
 OFFSETS = (1, 2)  # where positions begin that count from the padding's, as RoBERTa's; a later part begins further on
 
@@ -189,8 +190,28 @@ class CallTokens:
             self._turned, self.is_untold = False if is_same else None, True
         elif known is not None and tokens is known and is_same is not None and known.shape[:2] == x.shape[:2]:
             self._turned = not is_same
+        self._note_parts_of_rows()
         if takes_length_first is not None and length_first is None and not rearranges:
             self._awaited = x
+
+    def _note_parts_of_rows(self) -> None:
+        """Note that the blocks hold fewer positions of each row than the caller gives tokens."""
+        rows = set(self.possible_rows())
+        if len(rows) != 1 or self._is_cached or self._has_others or self.attention_mask is not None:
+            return  # a mask of the whole row is refused
+        (batch, length), held = rows.pop(), self._held[::-1] if self._turned else self._held
+        if held[0] != batch or held[1] >= length or self._past(length):
+            return
+        self.absent[PART_OF_ROW] = (
+            f"the blocks hold {held[1]} positions for a row's {length} tokens, and 'all' is of these: where sequence "
+            "parallelism splits rows, merge over the ranks that hold the parts, as without group="
+        )
+
+    @property
+    def _has_others(self) -> bool:
+        """True if the caller gives an image, sound or features, whose positions the model may add."""
+        others = ((n, v) for n, v in self.inputs.arguments.items() if not n.endswith("inputs_embeds"))
+        return any(name in NO_TEXT or (is_activation(value) and value.ndim > 2) for name, value in others)
 
     @property
     def awaits_attention(self) -> bool:
@@ -245,10 +266,7 @@ class CallTokens:
                 is_flat = layout.shape != tuple(tokens)
                 return Layout(rows[::-1], 1, 0) if is_flat and self._turned and self._held == rows[::-1] else layout
         by_shape = own_layout(tokens, self._turned if self.inputs.is_text else False)
-        # An image, sound or features would add positions of their kind.
-        others = ((n, v) for n, v in self.inputs.arguments.items() if not n.endswith("inputs_embeds"))
-        has_others = any(name in NO_TEXT or (is_activation(value) and value.ndim > 2) for name, value in others)
-        if not choices or has_others or len(tokens) > 2:
+        if not choices or self._has_others or len(tokens) > 2:
             return by_shape
         batch, length = choices[0]
         count = by_shape.rows[1]

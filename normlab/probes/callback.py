@@ -113,6 +113,7 @@ class LayerStatsCallback(TrainerCallback):
         metrics: names from `METRICS`.
         blocks: which modules are the blocks, if structure does not show them (see `sites`).
         loss_tokens: as for `record`; by default counted.
+        group: process group of the ranks that see different tokens, as for `observe`; default: all ranks.
         mask: what masks padding, as for `record`.
         update_ratio: also measure update ratios (keeps a copy of the matrices during a measured step).
         path: write the table here (Parquet) with each checkpoint, and when training ends. A training that resumes
@@ -131,6 +132,7 @@ class LayerStatsCallback(TrainerCallback):
         *,
         blocks: str | None = None,
         loss_tokens: Any = None,
+        group: Any = None,
         mask: TokenMask = None,
         update_ratio: bool = True,
         path: str | Path | None = None,
@@ -141,7 +143,7 @@ class LayerStatsCallback(TrainerCallback):
             require_folder(file)
         self._metrics = [metric.name for metric in resolve_metrics(metrics)]
         self._every, self._loss_tokens, self._blocks, self._mask = every, loss_tokens, blocks, mask
-        self._wants_ratio, self._path = update_ratio, path
+        self._wants_ratio, self._path, self._group = update_ratio, path, group
         self._observer: Observer | None = None
         self._readings = Readings(path=None if last is None else Path(last))
         self._ratio: UpdateRatio | None = None
@@ -180,7 +182,9 @@ class LayerStatsCallback(TrainerCallback):
             return
         if self._observer is None or self._observer.sites.model is not model:
             where = sites(model, self._blocks, mask=self._mask)
-            self._observer = Observer(where, self._every, self._metrics, self._loss_tokens, self._readings)
+            self._observer = Observer(
+                where, self._every, self._metrics, self._loss_tokens, self._readings, self._group
+            )
         self._observer.begin(state.global_step)
         self._sums = _sums(model) if self._wants_ratio and state.global_step % self._every == 0 else {}
 

@@ -63,6 +63,32 @@ def is_running(modules: set[nn.Module]) -> bool:
     return False
 
 
+def is_dry_run() -> bool:
+    """True if a stage of a pipeline asks the model for shapes alone, on tensors that hold anything."""
+    return _is_inside("torch.distributed.pipelining.stage", "_inference")
+
+
+def is_on_other_weights() -> bool:
+    """True if the model is called with tensors in place of its parameters."""
+    return _is_inside("torch.nn.utils.stateless", "functional_call")
+
+
+def _is_inside(module: str, ending: str) -> bool:
+    """True if this thread is inside a function of a Python module whose name ends so."""
+    frame: FrameType | None = sys._getframe(1) if module in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name.endswith(ending) and frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def has_fake_tensors() -> bool:
+    """True while tensors have shapes alone, as where a program is exported or its memory is estimated."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))
+
+
 def called_by(block: nn.Module | None) -> list[nn.Module]:
     """The modules inside of which this thread is, from the one that a running block has called; none in its code."""
     frame: FrameType | None = sys._getframe(1)
@@ -75,6 +101,12 @@ def called_by(block: nn.Module | None) -> list[nn.Module]:
             inner.append(module)
         frame = frame.f_back
     return []
+
+
+def shards_itself(module: nn.Module) -> bool:
+    """True if FSDP2 shards parameters of a module, and holds them whole while it runs."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # else nothing is sharded
+    return isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
 class _Uncompiled:

@@ -62,13 +62,19 @@ def others(x: Tensor, values: Iterable[Any]) -> list[Tensor]:
 def hidden_state(args: tuple, kwargs: dict[str, Any], block: nn.Module | None = None) -> Tensor:
     """`find_input`.
 
-    Raises `NormlabError` without one, on the meta device, and for rows that are packed into a nested tensor.
+    Raises `NormlabError` without one, on the meta device, for a DTensor, and for rows that are packed into a nested
+    tensor.
     """
     result = find_input(args, kwargs, block)
     if result is None:
         raise NormlabError("a measured module was called without a float tensor: name its blocks with `blocks=`")
     if result.is_meta:
         raise Refusal("the model is on the meta device, where tensors have no values: load its weights first")
+    if isinstance(result, DTensor):
+        raise Refusal(
+            "the blocks pass DTensors on, of which a rank holds a part: have the modules that make them return local "
+            "tensors (use_local_output=True)"
+        )
     if result.is_nested:
         raise NormlabError(
             "PyTorch packs the padded rows into a nested tensor, which has no place for tokens: call "

@@ -20,7 +20,7 @@ from normlab.errors import NormlabError
 from normlab.files import whole_file
 from normlab.probes.block_trace import KnownBlock
 from normlab.probes.call_inputs import CallInputs, LossTokens, TokenMask
-from normlab.probes.call_tokens import NO_FIRST, PADDING_BY, TOKENS_OF
+from normlab.probes.call_tokens import NO_FIRST, PADDING_BY, PART_OF_ROW, TOKENS_OF
 from normlab.probes.layer_stats import COLUMNS as LAYER_COLUMNS
 from normlab.probes.metrics import SITES, metric_row, resolve_metrics, site_label
 from normlab.probes.record import GRADIENTS, IDLE, STREAM_AFTER, Recorder, record
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
 
+Row = tuple[Any, ...]  # step, site, layer, metric, mask, value
 DEFAULT = ("token_l2_mean", "feature_var_mean", "rms", "max_abs", "grad_l2_mean")
 COLUMNS = ["step", *LAYER_COLUMNS]
 KEEP = 64  # readings
@@ -53,7 +54,8 @@ LEFT_OUT = {
     GRADIENTS: "gradients of a forward pass", "weights": "weights", "updates": "updates",
     "update_ratio": "update ratios",
 }  # fmt: skip
-MISLEADING = (PADDING_BY, TOKENS_OF, NO_FIRST, STREAM_AFTER, IDLE)
+OTHER_WEIGHTS = "the model runs on others than its own (torch.func.functional_call)"
+MISLEADING = (PADDING_BY, TOKENS_OF, NO_FIRST, PART_OF_ROW, STREAM_AFTER, IDLE)
 
 
 class LossSpikes:
@@ -303,13 +305,11 @@ def _scores(series: pandas.DataFrame) -> pandas.DataFrame:
     return off / (noise + FLOOR)
 
 
-def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
+def _weights(where: Sites, step: int) -> tuple[list[Row], str | None]:
     """`parameter_rms` in each block, and why weights are left out if some are.
 
     Of modules that are alike, as experts, it is their mean, and their number in the name is a star.
     """
-    import pandas
-
     found, without = defaultdict[tuple[str, int], list[float]](list), None
     for block in where.blocks:
         starred = _starred(block.module)
@@ -328,7 +328,7 @@ def _weights(where: Sites, step: int) -> tuple[pandas.DataFrame, str | None]:
                     continue
                 found[site, block.layer].append(rms)
     rows = [(step, site, layer, "parameter_rms", "all", sum(x) / len(x)) for (site, layer), x in found.items()]
-    return pandas.DataFrame(rows, columns=COLUMNS), without
+    return rows, without
 
 
 def _rms(weight: Tensor) -> float:
@@ -421,7 +421,7 @@ def observe(
             returns is multiplied or divided by is seen.
         scaler: with `loss_tokens`, a `torch.amp.GradScaler`, whose scale is undone.
         group: process group of the ranks that see different tokens; default: all ranks. With tensor parallelism give
-            the data-parallel group, since its ranks see the same tokens.
+            the data-parallel group, since its ranks see the same tokens; not where sequence parallelism splits rows.
         path: a CSV file of the last readings, written anew after each. It is there when the process dies.
         mask: what masks padding, as for `record`.
         optimizer: Adam or AdamW, whose updates and moments are read too, by block: `update_ratio`, `first_moment`,
@@ -533,18 +533,27 @@ class Observer:
             except NormlabError as error:  # on all ranks alike
                 warnings.warn(f"step {step} is left out: {error}", stacklevel=3)
                 return False
-            weights, without = _weights(self.sites, step)
-            absent = stats.manifest["absent"] | ({} if without is None else {"weights": without})
-            tables = [layers, weights]
+            weights, without = _weights(self.sites, step) if recorder.has_own_weights else ([], OTHER_WEIGHTS)
+            absent = {} if without is None else {"weights": without}
             if self._updates is not None:
-                rows, without = self._updates.measure(step)
+                updates, without = self._updates.measure(step)
+                weights += updates
                 absent |= {} if without is None else {"updates": without}
-                tables += [pandas.DataFrame(rows, columns=COLUMNS)] * bool(rows)
-            self.readings.add(_joined(tables))
+            if len(stats.manifest["blocks"]) > self.sites.depth:  # on all ranks: they hold stages of a pipeline
+                weights, absent = self._of_all_stages(weights, absent)
+            absent = stats.manifest["absent"] | absent
+            self.readings.add(_joined([layers, *[pandas.DataFrame(weights, columns=COLUMNS)] * bool(weights)]))
             self.leave_out(step, absent)
             # Of several ranks none may leave out a step alone: the others would wait for it.
             self._forgives = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         return is_measured
+
+    def _of_all_stages(self, rows: list[Row], absent: dict[str, str]) -> tuple[list[Row], dict[str, str]]:
+        """Rows of weights and updates of all stages, and why some are left out."""
+        parts: list[Any] = [None] * torch.distributed.get_world_size(self._group)
+        torch.distributed.all_gather_object(parts, (rows, absent), self._group)
+        without = {place: why for _, told in parts for place, why in told.items()}
+        return [row for rows, _ in parts for row in rows], without
 
     def leave_out(self, step: int, absent: Mapping[str, str]) -> None:
         """Note what could not be measured at a step, and why.

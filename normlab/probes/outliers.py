@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.attention_watch import AttentionWatch
+from normlab.probes.attention_watch import SPLIT, AttentionWatch
 from normlab.probes.experiments import Batch, Runner, require_counted, see_layers
 from normlab.probes.layout import hidden_state
 from normlab.probes.passes import evaluating, on_blocks
@@ -108,7 +108,8 @@ def attention_sinks(
 
     Raises:
         NormlabError: no attention was seen, as in code that is neither `scaled_dot_product_attention` nor a softmax; or
-            none over the tokens alone, as with a prefix; blocks that hold (length, batch, width).
+            none over the tokens alone, as with a prefix; heads that tensor parallelism splits over ranks; blocks that
+            hold (length, batch, width).
     """
     import pandas
 
@@ -127,6 +128,8 @@ def attention_sinks(
         require_counted(bool(tokens.any()))
         length = tokens.shape[1]
         found = watch.found([(len(tokens), length)], length)
+        if watch.why == SPLIT:
+            raise NormlabError(f"{SPLIT}: give a model that is not split")
         if found is None:
             for call in watch.calls:
                 whose = "cross-attention's " if call.kind == "cross" else ""

@@ -24,7 +24,15 @@ from normlab.probes.checkpoints import Checkpoints, in_backward, in_checkpoint
 from normlab.probes.decomposition import NormRead
 from normlab.probes.forward_call import GRADIENTS, Call, LastBlock, Place, Run
 from normlab.probes.gradients import watch_logits, watch_loss
-from normlab.probes.hooks import EXPERIMENTS, RecorderHook, is_running, uncompiled
+from normlab.probes.hooks import (
+    EXPERIMENTS,
+    RecorderHook,
+    has_fake_tensors,
+    is_dry_run,
+    is_on_other_weights,
+    is_running,
+    uncompiled,
+)
 from normlab.probes.layer_stats import LayerStats, manifest
 from normlab.probes.layout import (
     Refusal,
@@ -161,10 +169,12 @@ class Recorder:
         forgives: leave out what was asked and cannot be measured, instead of an error. So are gradients of calls whose
             loss does not say how many labels it averages over.
         is_open: the model is watched.
+        has_own_weights: no call that was measured was of other weights than the model's.
     """
 
     training_only: bool | None = False
     forgives = is_open = False
+    has_own_weights = True
 
     def __init__(self, where: Sites, metrics: Sequence[Metric], loss_tokens: LossTokens, masks: Sequence[str]):
         self.sites = where
@@ -308,7 +318,10 @@ class Recorder:
         """True where a call begins that is not to be measured."""
         if self.training_only and not torch.is_grad_enabled():
             return True
-        if EXPERIMENTS.running > self._experiments:
+        if EXPERIMENTS.running > self._experiments or is_dry_run():
+            return True
+        if has_fake_tensors():
+            self.absent["calls of fake tensors"] = "they have shapes and no values"
             return True
         if torch._C._are_functorch_transforms_active():
             self.absent["calls inside torch.func"] = "its tensors have no values of their own: use torch.autograd"
@@ -359,6 +372,7 @@ class Recorder:
         if self.training_only is None and torch.is_grad_enabled():
             self._forget()
             self.training_only = True
+        self.has_own_weights &= not is_on_other_weights()
         self._flush()
         self._local.call = self.latest = call = Call(self._masks, implicit, inputs)
         call.inputs.mask, call.inputs.settled = self.sites.mask, self.settled
@@ -471,20 +485,19 @@ class Recorder:
 
     def _block_in(self, block: Block, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         x = hidden_state(args, kwargs, module)
-        known = self.known.get(module)
-        if known is None:
-            rows = [] if self._call is None else self._call.tokens.possible_rows()
-            channels_first = is_channels_first(module, x, rows)
-            known = self.known.setdefault(module, KnownBlock(channels_first, takes_length_first(module)))
         if in_backward():  # a checkpoint runs the block again
             repeated = self._checkpoints.find(block, x, begins=True)
             if repeated is not None:
-                place = ("block_in", repeated.run.layer)
-                self._measurer.gradient(repeated.call, place, x, known.channels_first, repeated=repeated)
+                place, channels_first = ("block_in", repeated.run.layer), self.known[module].channels_first
+                self._measurer.gradient(repeated.call, place, x, channels_first, repeated=repeated)
             return None
         call = self._block_call(block)
         if call is None:
             return None
+        known = self.known.get(module)
+        if known is None:
+            channels_first = is_channels_first(module, x, call.tokens.possible_rows())
+            known = self.known.setdefault(module, KnownBlock(channels_first, takes_length_first(module)))
         if not x.numel():
             call.absent["calls without tokens"] = "they hold nothing to measure"
             return None
@@ -795,6 +808,8 @@ class Recorder:
         moments = moments[~self._is_of_some_passes(moments)]
         if NO_FIRST not in self.absent:
             for site, layer, mask in tally.accumulator.without_tokens():
+                if f"{site} {layer}" in self.absent:
+                    continue
                 self.absent[f"{site} {layer}, {mask}"] = "no token counted: all are padding, or the first of their row"
         names = tuple(metric.name for metric in self.metrics)
         details = manifest(self.sites, self.metrics, self._masks, tally.calls)
@@ -830,6 +845,7 @@ class Recorder:
             self._tally = Tally(self._masks, self._measurer.statistics)
             self._checkpoints.lost.clear()
             self.absent.clear()
+            self.has_own_weights = True
 
     def _flush(self, is_last: bool = False) -> None:
         """Merge what finished calls measured, and the gradients that have arrived, into the running statistics.

@@ -41,7 +41,7 @@ class Updates:
                 self._adam.register_step_pre_hook(self._note_steps),
                 self._adam.register_step_post_hook(lambda adam, *call: self._options.update(_options(adam))),
             ]
-            parameters = {p for block in where.blocks for p in block.module.parameters()}
+            parameters = {p for block in self._parameters().values() for p in block}
             trainable = (p for p in parameters if p.requires_grad and p.is_leaf)
             self._handles += [p.register_post_accumulate_grad_hook(self._reached.add) for p in trainable]
 
@@ -49,6 +49,16 @@ class Updates:
         """Note how many steps were taken on each parameter, without waiting for the device."""
         steps = {p: state["step"] for p, state in adam.state.items() if "step" in state}
         self._before = {p: step.detach().clone() if isinstance(step, Tensor) else step for p, step in steps.items()}
+
+    def _parameters(self) -> dict[int, list[Tensor]]:
+        """Each block's parameters, as the optimizer has them: those that FSDP2 holds whole at present are others."""
+        sharded: dict[Tensor, Tensor] = {}
+        for module in self._where.model.modules():
+            state = getattr(module, "_get_fsdp_state", lambda: None)()
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            of_group = [p for group in groups for p in getattr(group, "fsdp_params", ())]
+            sharded |= {p._unsharded_param: p.sharded_param for p in of_group if hasattr(p, "_unsharded_param")}
+        return {block.layer: [sharded.get(p, p) for p in block.module.parameters()] for block in self._where.blocks}
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -74,8 +84,9 @@ class Updates:
             return [], f"{self._kind} is neither Adam nor AdamW"
         options = _options(adam) | self._options
         rows, without, are_trained = [], None, False
+        of_blocks = self._parameters()
         for block in self._where.blocks:
-            parameters = [*block.module.parameters()]
+            parameters = of_blocks[block.layer]
             trained = [p for p in parameters if p in options and "exp_avg_sq" in adam.state.get(p, {})]
             others = _count(p for p in parameters if p in self._reached and p not in options)
             if others and without is None:

@@ -1,7 +1,7 @@
 """Two forked ranks run the recipes of docs/loops.md under DDP, FSDP2 and tensor parallelism, and record a pass.
 
-In FOLDER: ddp.csv, fsdp.csv, tp.csv, the observer's table, from rank 0; recorded.parquet, the merged statistics of
-`record`.
+In FOLDER: ddp.csv, fsdp.csv, tp.csv, the observer's table, from rank 0; piped.csv and whole.csv, those of two stages of
+a pipeline and of a model that FSDP2 holds whole; recorded.parquet, the merged statistics of `record`.
 """
 
 import faulthandler
@@ -15,6 +15,7 @@ import loop_recipes
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: its default arguments hold what they find
+from probe_toys import Numbered, X
 from probe_zoo import tiny_llama, token_batch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -53,6 +54,25 @@ def tensor_parallel(names: dict[str, Any]) -> None:
     names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.01)
 
 
+def piped() -> Any:
+    """Two blocks a stage; each row is a micro-batch."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank = dist.get_rank()
+    model = Numbered(0, 1) if rank == 0 else Numbered(2, 3)
+    stage = PipelineStage(model, rank, 2, X.device)
+    schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=loop_recipes.loss_of, scale_grads=False)
+    return loop_recipes.trained_by_adam(model, lambda: schedule.step(X) if rank == 0 else schedule.step(target=0 * X))
+
+
+def held_whole() -> Any:
+    """FSDP2 that leaves parameters whole after a pass."""
+    model, row = Numbered(0, 1, 2, 3), X[dist.get_rank()][None]
+    for module in (*model.layers.values(), model):
+        fully_shard(module, reshard_after_forward=False)
+    return loop_recipes.trained_by_adam(model, lambda: loop_recipes.loss_of(model(row), 0 * row).backward())
+
+
 def rank_main(rank: int, folder: str) -> None:
     faulthandler.dump_traceback_later(180, exit=True)  # a rank that waits for ever says where
     torch.set_num_threads(1)
@@ -62,6 +82,7 @@ def rank_main(rank: int, folder: str) -> None:
         "fsdp": loop_recipes.run(loop_recipes.PLAIN, sharded),
         "tp": loop_recipes.run("Tensor parallelism", tensor_parallel),
     }
+    tables |= {"piped": piped(), "whole": held_whole()}
     model = DistributedDataParallel(tiny_llama())
     with record(model, list(METRICS)) as rec:
         model(**{name: value[rank::2] for name, value in token_batch(6).items()}).loss.backward()

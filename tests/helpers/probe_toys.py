@@ -59,6 +59,19 @@ class Stack(nn.Module):
         return x
 
 
+class Numbered(Stack):
+    """Some of four blocks under their numbers, as a stage of a pipeline holds them."""
+
+    def __init__(self, *numbers: int):
+        super().__init__(*[PreLN] * 4)
+        self.layers = nn.ModuleDict({str(number): self.layers[number] for number in numbers})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers.values():
+            x = block(x)
+        return x
+
+
 def measured(
     where: Any, metrics: Iterable[str], *args: Any, **kwargs: Any
 ) -> tuple[dict[tuple[str, int, str, str], float], dict[str, str]]:

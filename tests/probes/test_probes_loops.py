@@ -5,16 +5,18 @@ from pathlib import Path
 import loop_recipes
 import pandas
 import pytest
-from loop_recipes import PLAIN, RECIPES
+from loop_recipes import PLAIN, RECIPES, loss_of, trained_by_adam
+from probe_toys import Numbered, X
 from probe_zoo import near, tiny_llama, token_batch
 from probe_zoo import values as recorded_values
 from training_helpers import FORKS
 
 from normlab.probes import METRICS, LayerStats, record
+from normlab.probes.updates import METRICS as UPDATES
 
 
 def values(table: pandas.DataFrame) -> dict:
-    layers = table[table["metric"] != "update_ratio"].astype({"layer": "Int64"})
+    layers = table[table["layer"].notna()].astype({"layer": "Int64"})  # the Trainer's update ratios have none
     return layers.set_index(loop_recipes.KEYS)["value"].to_dict()
 
 
@@ -58,6 +60,26 @@ def _both_ranks(folder: str) -> None:
 def test_two_ranks_under_ddp_fsdp2_and_tensor_parallelism_equal_one_process(one_process, two_ranks):
     for name in ("ddp", "fsdp", "tp"):
         same(pandas.read_csv(two_ranks / f"{name}.csv"), one_process)
+
+
+def test_two_stages_of_a_pipeline_are_one_table_with_their_weights_and_updates(two_ranks):
+    model = Numbered(0, 1, 2, 3)
+
+    def step():
+        for row in X.split(1):
+            loss_of(model(row), 0 * row).backward()
+
+    tables = trained_by_adam(model, step), pandas.read_csv(two_ranks / "piped.csv")
+    whole, piped = (values(table[table["mask"] == "all"]) for table in tables)
+    assert {"update_ratio", "parameter_rms", "grad_l2_mean"} <= {metric for *_, metric, _ in whole}
+    assert piped == pytest.approx(whole, rel=1e-5)
+
+
+def test_updates_are_read_where_fsdp2_has_left_the_parameters_whole(two_ranks):
+    model = Numbered(0, 1, 2, 3)
+    expected = trained_by_adam(model, lambda: (loss_of(model(X), 0 * X) / 2).backward())
+    tables = [table[table["metric"].isin(UPDATES)] for table in (pandas.read_csv(two_ranks / "whole.csv"), expected)]
+    assert len(tables[1]) == 2 * 4 * len(UPDATES) and values(tables[0]) == pytest.approx(values(tables[1]), rel=1e-5)
 
 
 def test_recordings_of_two_ranks_merge_to_that_of_all_rows(two_ranks):
