@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import combinations
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -461,29 +462,31 @@ def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) ->
 def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
     """Run the model; `look(layer, h, read)` sees h_0 .. h_L, and what each block has read of the stream.
 
-    That is h_{l-1}, unless the model changes the stream between blocks. Of h_0 it is h_0.
+    That is h_{l-1}, unless the model changes the stream between blocks. Of h_0 it is h_0. Of some of a model's blocks,
+    h_0 is what enters the first: the layer before it.
 
     Raises:
         NormlabError: several residual streams, or blocks that run on some of the tokens.
     """
+    layers = runner.sites.layers
     entered: list[torch.Size] = []
     first: list[Tensor] = []  # h_0 and h_1, of a pass that may be begun again; block 1 has read h_0
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         before, after = runner.stream.through(args, kwargs, output)
-        if layer == 1:
+        if layer == layers[0]:
             entered[:] = [before.shape]
         require_same_tokens(entered[0], after)
-        if layer == 1:
+        if layer == layers[0]:
             first[:] = before, after.clone() if runner.stream.settles else after
             if runner.stream.settles:
                 return
         tell()
-        if layer > 1:
+        if layer > layers[0]:
             look(layer, after, before)
 
     def tell() -> None:
-        for layer, h in enumerate(first):
+        for layer, h in zip(runner.sites.stream_layers, first, strict=False):
             look(layer, h, first[0])
         first.clear()
 
@@ -549,7 +552,7 @@ def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Par
     """
     changes: dict[Part, Change] = {}
     if "block" in parts:
-        changes |= {("block", block.index): {block.module: runner.stream.pass_on} for block in runner.sites.blocks}
+        changes |= {("block", block.layer): {block.module: runner.stream.pass_on} for block in runner.sites.blocks}
     if not set(parts) - {"block"}:
         return changes
     # What a branch adds is the output of its norm, or its own.
@@ -564,11 +567,10 @@ def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Par
         hooked(*((module, see) for module in modules), must_run=False),
     ):
         runner.logits(batch)
-    place = {block.layer: block.index for block in runner.sites.blocks}
-    for (kind, numbered), forms in rec.branches.items():
-        part, layer = PART_OF.get(kind, ""), place.get(numbered)
+    for (kind, layer), forms in rec.branches.items():
+        part = PART_OF.get(kind, "")
         contained = [module for module, form in forms.items() if form == "contained"]
-        if part in parts and layer and all(residuals.get(module) is not None for module in contained):
+        if part in parts and all(residuals.get(module) is not None for module in contained):
             changes[part, layer] = {m: return_residual if m in contained else return_zero for m in forms}
     uses = Counter(module for module, _ in {(m, layer) for (_, layer), forms in rec.branches.items() for m in forms})
     return {part: change for part, change in changes.items() if not any(uses[module] > 1 for module in change)}
@@ -659,11 +661,11 @@ def skip_sensitivity(
     if not isinstance(span, int) or span < 1:
         raise NormlabError(f"span is {span!r}: skip at least 1 block")
     runner = Runner(model, batches, progress, "skip sensitivity")
-    kept, depth = KeptPass(runner.stream), runner.sites.depth
-    starts = range(1, depth - span + 2)
+    kept, depth, places = KeptPass(runner.stream), runner.sites.depth, runner.sites.layers
+    starts = places[: max(0, depth - span + 1)]
     chosen = None if layers is None else sorted({int(layer) for layer in layers})
     if wrong := sorted(set(chosen or ()) - set(starts)):
-        raise NormlabError(f"there is no span of {span} from layer {wrong[0]}: layers are 1 to {depth}")
+        raise NormlabError(f"there is no span of {span} from layer {wrong[0]}: layers are {places[0]} to {places[-1]}")
 
     def skips(batch: Batch) -> dict[tuple[Part, ...], list[Change]]:
         changes = part_changes(runner, batch, parts)
@@ -702,8 +704,8 @@ def skip_future_effect(
         NormlabError: one block only, or as for `angular_distance`.
     """
     runner = Runner(model, batches, progress, "skip future effect")
-    depth = runner.sites.depth
-    pairs = [{"skipped": s, "layer": layer} for s in range(1, depth) for layer in range(s + 1, depth + 1)]
+    layers = runner.sites.layers
+    pairs = [{"skipped": s, "layer": layer} for s, layer in combinations(layers, 2)]
     if not pairs:
         raise NormlabError("skip_future_effect compares later blocks: the model has only one")
 
@@ -727,9 +729,9 @@ def skip_future_effect(
         run = partial(runner.run, batch, needs_logits=False)
         kept.keep(run, see=note)
         counted = runner.counted(batch, kept.states[0])
-        for skipped in range(1, depth):
-            skip = (runner.sites.blocks[skipped - 1].module, runner.stream.pass_on)
-            with kept.changed(skipped, [skip]), on_blocks(runner.stream, compare, range(skipped + 1, depth + 1)):
+        for block in runner.sites.blocks[:-1]:
+            skip, later = (block.module, runner.stream.pass_on), range(block.layer + 1, layers.stop)
+            with kept.changed(block.layer, [skip]), on_blocks(runner.stream, compare, later):
                 run()
         return torch.stack(values), counted.sum(1)
 

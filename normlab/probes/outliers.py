@@ -117,7 +117,7 @@ def attention_sinks(
     layers: list[int] = []
     others: list[str] = []  # shapes of attention that is not over the tokens
     learned: list[tuple[int, float, float]] = []
-    watch = _KeyWatch()
+    watch, blocks = _KeyWatch(), {block.layer: block for block in runner.sites.blocks}
     nearest = _Nearest(["layer", "row", "position", "head", "weight"])
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -150,7 +150,7 @@ def attention_sinks(
         watch.forget()  # last, as the softmax above is seen too
 
     def start(layer: int, *_: Any) -> None:
-        watch.forget(runner.sites.blocks[layer - 1])  # an encoder's attention came before, or something else
+        watch.forget(blocks[layer])  # an encoder's attention came before, or something else
 
     with evaluating(runner.model):
         (batch,) = runner

@@ -145,7 +145,7 @@ def on_blocks(
                 "(`record` takes each run for a layer)"
             )
         ran.add(layer)
-        if layer == 2 and first:
+        if first:
             with torch._C.DisableTorchFunction():  # a look is no read of the model's
                 stream.settle(*first.pop(), stream.before(args, kwargs))
         given[layer] = stream.copied_arguments(args, kwargs)
@@ -157,16 +157,16 @@ def on_blocks(
             return None
         inside.append(layer)
         call = given.pop(layer)
-        if layer == 1 and stream.settles:
+        if layer == stream.sites.layers[0] and stream.settles:
             first.append((stream.before(*call), stream.total(output)))
         try:
             return hook(layer, module, *call, output)
         finally:
             inside.clear()
 
-    blocks = [block for block in stream.sites.blocks if layers is None or block.index in layers]
-    starts = [(block.module, partial(enter, block.index)) for block in blocks]
-    return hooked(*((block.module, partial(leave, block.index)) for block in blocks), before=starts)
+    blocks = [block for block in stream.sites.blocks if layers is None or block.layer in layers]
+    starts = [(block.module, partial(enter, block.layer)) for block in blocks]
+    return hooked(*((block.module, partial(leave, block.layer)) for block in blocks), before=starts)
 
 
 def see_blocks(stream: Stream, run: Callable[[], Any], hook: Hook) -> None:

@@ -110,7 +110,7 @@ def _linear_layers(where: Sites) -> dict[nn.Module, int]:
             elif matrices and not isinstance(module, nn.Embedding):
                 place = f"{name}.{next(iter(matrices))}".removeprefix(".")
                 raise NormlabError(
-                    f"block {block.index} holds {place} in a {type(module).__name__}: only linear layers of floats in "
+                    f"block {block.layer} holds {place} in a {type(module).__name__}: only linear layers of floats in "
                     "memory are quantized, and this would stay as it is"
                 )
     if not found:

@@ -469,7 +469,7 @@ class Recorder:
     def _block_call(self, block: Block) -> Call | None:
         """The call that a block is about to run in, opened by the first block where none is open."""
         call = self._call
-        is_first = block.index == 1
+        is_first = block is self.sites.blocks[0]
         if self._local.is_left_out or (call is not None and not (call.implicit and is_first)):
             return call
         if self._local.entered or self._leaves_out(block.module):
@@ -602,12 +602,12 @@ class Recorder:
         if watch is not None:
             self._measurer.attention(trace, watch)
         trace.release()
-        if call.implicit and block.index == self.sites.depth:
+        if call.implicit and block is self.sites.blocks[-1]:
             self._end_call(call, complete=True)
 
     def _after(self, block: Block) -> Block:
         """The block that reads what a block returns; for the last one itself."""
-        return self.sites.blocks[min(block.index, self.sites.depth - 1)]
+        return next((other for other in self.sites.blocks if other.layer == block.layer + 1), block)
 
     @staticmethod
     def _passed_on(block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor:
@@ -810,7 +810,7 @@ class Recorder:
 
     def _is_of_some_passes(self, moments: pandas.DataFrame) -> pandas.Series:
         """Which gradients lack passes: a checkpoint repeated a block, and its input did not tell in which pass."""
-        lost = [block.index for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
+        lost = [block.layer for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
         sites = [f"{kind}_norm_in_grad" for kind in ("attn", "cross", "mixer", "mlp")]
         return moments["layer"].isin(lost) & moments["site"].isin(sites)
 
@@ -822,7 +822,7 @@ class Recorder:
             self.absent[IDLE] = f"{self._awaited} of {self._awaited + self._reached} had none: {words}"
         if GRADIENTS in self.absent:
             return
-        lost = [block.index for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
+        lost = [block.layer for block in self.sites.blocks if f"gradients in {block.name}" in self.absent]
         read = {("block_in", layer) for layer in self._layers_run} | {*self.norm_sites.values()}
         found = self._accumulator.places("gradient")
         for site, layer in sorted(read):

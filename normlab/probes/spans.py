@@ -73,8 +73,8 @@ def cheapest_spans(
     longest = where.depth // 2 if longest is None else longest
     if not 1 <= longest < where.depth:
         raise NormlabError(f"a span of 1 to {where.depth - 1} blocks can be dropped of {where.depth}, not of {longest}")
-    if [block.layer for block in where.blocks] != list(range(1, where.depth + 1)):
-        first, last = where.blocks[0].layer, where.blocks[-1].layer
+    first, last = where.layers[0], where.layers[-1]
+    if first > 1:
         raise NormlabError(f"spans are of all blocks of a model: these are {where.depth} of it, {first} to {last}")
     angles = angular_distance(where, choosing, progress=progress)
     runner = Runner(where, choosing[:1], False, "")
@@ -178,17 +178,16 @@ def cheapest_branches(
     while len(left_out) < most:
         tried = costs(choosing, [(*left_out, one) for one in order if one not in left_out][:candidates])
         left_out = _cheapest(tried)["skipped"]
-    place = {block.index: block.layer for block in where.blocks}
     measured = costs(measuring, [left_out[:size] for size in range(1, most + 1)])
     rows = []
     for row in measured.to_dict("records"):
         part, layer = row["skipped"][-1]
         numbers = {name: row[name] for name in ("skip_delta_loss", "standard_error", "low", "high", "tokens")}
         lists = {
-            name: [place[index] - 1 for kind, index in row["skipped"] if kind == one]
+            name: [layer - 1 for kind, layer in row["skipped"] if kind == one]
             for name, one in (("drop_attn_list", "attention"), ("drop_mlp_list", "mlp"))
         }
-        rows.append({"dropped": len(row["skipped"]), "part": part, "layer": place[layer]} | numbers | lists)
+        rows.append({"dropped": len(row["skipped"]), "part": part, "layer": layer} | numbers | lists)
     return pandas.DataFrame(rows)
 
 

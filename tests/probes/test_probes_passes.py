@@ -243,7 +243,7 @@ def test_of_one_block_any_module_after_it_tells_else_its_sum_or_it_is_refused():
     whole = normlab.angular_distance(plain, [IDS], **QUIET)
     for model, layer in ((plain, 2), (adding, 2), (adding, 3)):
         one = normlab.angular_distance(sites(model, f"layers.{layer - 1}"), [IDS], **QUIET)
-        assert one.loc[0, 1] == pytest.approx(whole.loc[layer - 1, layer], rel=1e-5)
+        assert one.loc[layer - 1, layer] == pytest.approx(whole.loc[layer - 1, layer], rel=1e-5)
     for model in (Toy(depth=1), AddingModel(Update, depth=1)):  # the head tells
         model.norm = nn.Identity()
         assert normlab.angular_distance(model, [IDS], **QUIET).loc[0, 1] == pytest.approx(whole.loc[0, 1], rel=1e-5)
