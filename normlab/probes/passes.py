@@ -27,7 +27,7 @@ from normlab.probes.layout import (
 )
 from normlab.probes.record import Recorder, record
 from normlab.probes.sites import Sites
-from normlab.probes.stream_sums import Rows
+from normlab.probes.stream_sums import passes_on
 
 Hook = Callable[..., Any]
 Make = Callable[[tuple, dict[str, Any]], Any]  # what a module returns instead, of its arguments
@@ -330,9 +330,9 @@ class Stream:
     def settle(self, read: Tensor, returned: Tensor, x: Tensor) -> None:
         """Compare what block 2 reads, `x`, with what block 1 has read and returned; ends the pass if they differ."""
         if not same_tensor(x, returned) and x.shape == read.shape == returned.shape:
-            difference = _difference(read, returned, x)
-            if difference is not None:
-                raise difference
+            held = passes_on(read, returned, x)
+            if held in ("sum", "other"):
+                raise _Outside if held == "sum" else _Between
 
     def before(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """The stream that a block reads."""
@@ -433,16 +433,6 @@ class Stream:
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _difference(read: Tensor, returned: Tensor, x: Tensor) -> type[_Outside | _Between] | None:
-    """What a tensor `x` of the shape of both is if it is not what a block has returned; None if it is."""
-    rows = Rows(returned)
-    rows.note_rounding(x)
-    before, found = (rows.of(one.to(returned.device)) for one in (read, x))
-    if before is None or not bool(rows.first.isfinite().all()) or rows.same(found, rows.first):
-        return None
-    return _Outside if rows.same(found, before + rows.first) else _Between
-
-
 class _After:
     """What modules read after the only block of a stream has run.
 
@@ -491,30 +481,30 @@ class _After:
 
     def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
-            difference = self._compared(self._returned, value)
-            self._is_sum_read |= difference is _Outside
-            self._is_made_added |= any(self._compared(made, value) is _Outside for made in self._made)
-            if difference is None:
+            held = self._compared(self._returned, value)
+            self._is_sum_read |= held == "sum"
+            self._is_made_added |= any(self._compared(made, value) == "sum" for made in self._made)
+            if held in ("same", None):
                 self._readers.add(module)
 
     def _made_by(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if module in self._readers:
             self._readers.remove(module)
             made = find_output(output)
-            if self._compared(self._returned, made) is not None:
+            if self._compared(self._returned, made) not in ("same", None):
                 self._is_output_read = True
                 if made is not None and self._returned is not None and made.shape == self._returned.shape:
                     self._made.append(made.clone())
 
-    def _compared(self, returned: Tensor | None, x: Any) -> type[_Outside | _Between] | None:
-        """`_difference` of any value; what is no tensor of as many numbers is neither."""
+    def _compared(self, returned: Tensor | None, x: Any) -> str | None:
+        """`passes_on` of any value; what is no tensor of as many numbers is another."""
         read = self._read
         if read is None or returned is None or not is_activation(x):
-            return _Between
+            return "other"
         if read.shape != returned.shape or x.numel() != read.numel() or x.shape[-1] != read.shape[-1]:
-            return _Between
+            return "other"
         with torch._C.DisableTorchFunction():  # a look is no read of the model's
-            return _difference(read, returned, x.reshape(read.shape))
+            return passes_on(read, returned, x.reshape(read.shape))
 
 
 def _in_place_of(parts: Sequence[Tensor], x: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -130,6 +130,19 @@ class Rows:
         return size_of(further.clamp(min=0)) <= fine * size
 
 
+def passes_on(read: Tensor, returned: Tensor, x: Tensor) -> str | None:
+    """What a tensor `x` of the shape of `returned` holds of a block: "same" as it has returned; the "sum" of that and
+    what it has read; any "other"; None where no row that it has returned is finite."""
+    rows = Rows(returned)
+    rows.note_rounding(x)
+    before, found = (rows.of(one.to(returned.device)) for one in (read, x))
+    if not bool(rows.first.isfinite().all(1).any()):
+        return None
+    if rows.same(found, rows.first):
+        return "same"
+    return "sum" if before is not None and rows.same(found, before + rows.first) else "other"
+
+
 def size_of(x: Tensor) -> float:
     """The Euclidean norm of all elements."""
     return float(torch.linalg.vector_norm(x))

@@ -218,6 +218,21 @@ def test_where_the_model_adds_the_residual_the_sum_is_recorded(in_place, ends_in
     assert tables[0] == pytest.approx(right, rel=1e-5)
 
 
+def test_a_token_that_is_not_finite_does_not_hide_that_the_model_adds_the_residual():
+    model, batch = AddingModel(Update), {"input_ids": IDS["input_ids"].clone()}
+    batch["input_ids"][0, -1], batch["labels"] = 1, batch["input_ids"].clone()
+    batch["labels"][0] = -100
+    with torch.no_grad():
+        model.embed.weight[1] = torch.inf
+        whole = model(batch["input_ids"])
+        for i, delta in enumerate(skip_sensitivity(model, [batch], **QUIET)["skip_delta_loss"]):
+            hook = model.layers[i].register_forward_hook(lambda m, args, output: 0 * output)
+            skipped = model(batch["input_ids"])
+            hook.remove()
+            losses = [nn.functional.cross_entropy(x[1, :-1], batch["input_ids"][1, 1:]) for x in (skipped, whole)]
+            assert delta == pytest.approx(float(losses[0] - losses[1]), abs=1e-6)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_of_one_block_the_final_norm_tells_that_the_model_adds_the_residual(in_place):
     model = AddingModel(Update, depth=1)
