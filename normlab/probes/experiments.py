@@ -8,7 +8,6 @@ the MLP adds zero in its place, after the branch's output norm where there is on
 from __future__ import annotations
 
 import inspect
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -23,10 +22,12 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
+from normlab.probes.block_trace import KnownBlock
 from normlab.probes.call_inputs import CallInputs, TokenMask, call_arguments, given_mask, mask_by_row
 from normlab.probes.call_tokens import UNTOLD, CallTokens
 from normlab.probes.kept_pass import KeptPass
-from normlab.probes.layout import are_turned, is_turned, require_by_token, token_masks
+from normlab.probes.layout import are_turned, require_by_token
+from normlab.probes.metrics import MASKS
 from normlab.probes.passes import (
     Hook,
     Stream,
@@ -115,10 +116,9 @@ class Runner:
         self._withheld = {"labels", "shift_labels"} - {name for name, p in own if p.default is inspect.Parameter.empty}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
         self._shifted: bool | None = None  # None until it has been found out
-        self._mask_name: str | None = "attention_mask"
-        self._turned: bool | None = None  # the stream is (length, batch, width); None until it has been seen
-        self._is_given_turned: bool | None = False  # the batches are (length, batch); None where that cannot be told
-        self._is_untold = False  # whether the stream and the batches are
+        self._tokens = CallTokens(CallInputs())  # of the first batch, where it had to be recorded
+        self._counting: tuple[Batch, CallTokens] = ({}, self._tokens)  # the latest batch whose tokens were counted
+        self._first_block = KnownBlock(False, are_turned(self.sites.blocks[0].module))
         self._own_names: dict[str, str] = {}  # the batch's, of what inner modules are handed under known ones
 
     def __iter__(self) -> Iterator[Batch]:
@@ -132,7 +132,7 @@ class Runner:
             if isinstance(labels, Tensor) and not labels.is_floating_point():
                 moved["labels"] = labels.long()  # as cross-entropy takes them
             moved |= self._made_of_labels(moved)
-            has_attention = are_turned(self.sites.blocks[0].module) is not None  # which tells how rows are held
+            has_attention = self._first_block.is_turned is not None  # which tells how rows are held
             if seen == 0 and (moved.keys() - _OF_TEXT or self._coder is not None or has_attention):
                 self._find_names(moved)
             seen += 1
@@ -188,16 +188,18 @@ class Runner:
             return
         with suppress(NormlabError):  # what cannot be recorded is said where it is needed
             recorder.stats()  # which counts the tokens
-        tokens = call.tokens
-        self._mask_name, self._turned = tokens.mask_name, tokens.length_first
-        self._is_given_turned, self._is_untold = tokens.is_given_turned, tokens.is_untold
+        self._tokens = call.tokens
+        self._first_block = recorder.known.get(self.sites.blocks[0].module, self._first_block)
         self._find_unnamed(call.inputs, output)
         arguments = call.inputs.arguments
         for known, x in arguments.items():
             own = next((name for name, value in batch.items() if value is x and isinstance(x, Tensor)), known)
             if known not in batch and own != known:
                 self._own_names[known] = own
-        for place, why in call.absent.items():
+        self._require_known_padding(call.tokens)
+
+    def _require_known_padding(self, tokens: CallTokens) -> None:
+        for place, why in tokens.absent.items():
             if place.startswith("padding by ") and self.sites.mask is None:
                 raise NormlabError(f"{why.removeprefix('all tokens count, as ')}, to sites(model, ...)")
 
@@ -221,7 +223,7 @@ class Runner:
         if len(asked) == 1 and sum(x.shape == own[asked[0]].shape for x in own.values()) == 1:
             self._own_names.setdefault("input_ids", asked[0])
 
-    def _known(self, batch: Batch) -> Batch:
+    def _known_names(self, batch: Batch) -> Batch:
         """A batch under the names that are known, where inner modules have told them."""
         return batch | {known: batch[own] for known, own in self._own_names.items() if own in batch}
 
@@ -254,12 +256,12 @@ class Runner:
 
     def _by_row(self, x: Any) -> Any:
         """What the model is given or returns, (batch, length, ...)."""
-        return x.transpose(0, 1) if self._is_given_turned and isinstance(x, Tensor) and x.ndim > 1 else x
+        return x.transpose(0, 1) if self._tokens.is_given_turned and isinstance(x, Tensor) and x.ndim > 1 else x
 
     def _mask(self, name: TokenMask, batch: Batch, rows: Sequence[int]) -> Any:
         """The mask of a batch's tokens, (batch, length) `rows`."""
         mask = given_mask(name, batch)
-        turns = self._is_given_turned is not False and isinstance(mask, Tensor) and mask.ndim == 2
+        turns = self._tokens.is_given_turned is not False and isinstance(mask, Tensor) and mask.ndim == 2
         return mask_by_row(mask, rows, name) if turns else mask
 
     def labels(self, batch: Batch) -> Tensor:
@@ -271,14 +273,14 @@ class Runner:
         Raises:
             NormlabError: there is none, whether they are (length, batch) cannot be told, or the mask is not by token.
         """
-        if self._is_untold:
+        if self._tokens.is_untold:
             raise NormlabError(UNTOLD)
-        if self._turned and self._is_given_turned is None:
+        if self._tokens.length_first and self._tokens.is_given_turned is None:
             raise NormlabError(
                 "there are as many rows as tokens in a row, and whether the batches are (batch, length) or (length, "
                 "batch) cannot be told: give first a batch of another size"
             )
-        known = self._known(batch)
+        known = self._known_names(batch)
         labels, ids = self._by_row(known.get("labels")), self._ids(known)
         if labels is not None:
             if "labels" in self._own_names:
@@ -309,7 +311,7 @@ class Runner:
     def _mask_of_labels(self) -> TokenMask:
         """What masks the tokens that are predicted, if that is known: an encoder's stack reads others."""
         reads = self._coder is None or any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
-        return (self.sites.mask or self._mask_name) if reads else None
+        return (self.sites.mask or self._tokens.mask_name) if reads else None
 
     def _labels_are_shifted(self, batch: Batch, labels: Tensor) -> bool:
         """True if the model's loss on these labels is of the next token, or it returns none and they are its tokens.
@@ -324,12 +326,12 @@ class Runner:
         except TypeError:  # it takes no labels
             loss = logits = None
         if loss is None or logits is None:
-            self._shifted = self._are_tokens(labels, self._ids(self._known(batch)))
+            self._shifted = self._are_tokens(labels, self._ids(self._known_names(batch)))
             return self._shifted
         is_empty = labels.ndim == 2 and not bool((labels[:, 1:] != IGNORED_LABEL).any())  # if labels are shifted
         if not bool(loss.isfinite()) or (is_empty and float(loss) == 0):
             return True
-        mask = self._mask(self._mask_of_labels or "attention_mask", self._known(batch), labels.shape)
+        mask = self._mask(self._mask_of_labels or "attention_mask", self._known_names(batch), labels.shape)
         averaged = labels_averaged(loss, self._by_row(logits), labels, mask)
         if averaged is None:
             raise NormlabError(
@@ -363,51 +365,48 @@ class Runner:
         with hooked(before=[(module, lambda _, *call: given.append(call))]):
             self.run(batch, needs_logits=False)
         args, kwargs = given[0]
-        return called(module, kwargs | {"labels": self._known(batch)["labels"]}, *args)
+        return called(module, kwargs | {"labels": self._known_names(batch)["labels"]}, *args)
 
     def counted(self, batch: Batch, x: Tensor, mask: str = "all") -> Tensor:
         """(batch, length) bool: the tokens of a stream x that count, by the mask of this stack and, without first
         tokens, by the positions.
 
+        Of a batch it is asked first with what the first block reads, whose values may tell how it holds rows.
+
         Raises:
-            NormlabError: the stream is (length, batch, width), or may be; the first tokens are not known.
+            NormlabError: the stream is (length, batch, width), or may be; padding or the first tokens are not known.
         """
-        if self._is_untold:
+        if self._counting[0] is not batch:
+            self._counting = batch, self._tokens_of(batch, x)
+        tokens, held = self._counting[1], tuple(x.shape[:-1])
+        if tokens.is_untold:
             raise NormlabError(UNTOLD)
-        if self._turned is None:
-            self._turned = self._holds_length_first(batch, x)
-        if self._turned:
+        layout = tokens.layout(held)
+        if layout.row > layout.column:
             raise NormlabError(
                 "the blocks hold (length, batch, width): this compares tokens by row, and needs (batch, length, width)"
             )
-        tokens = tuple(x.shape[:-1])
-        given = self._mask(self.sites.mask or self._mask_name, self._known(batch), tokens)
-        rows = (1, tokens[0]) if len(tokens) == 1 else (tokens[0], math.prod(tokens[1:]))
-        starts, past = (None, 0) if mask == "all" else self._call_tokens(batch).known_firsts(rows, self.device)
-        counted = token_masks(given, tokens, self.device, [mask], cached=False, past_tokens=past, starts=starts)
-        return counted[0].reshape(tokens)
+        masks = tokens.masks(x.device, held)
+        self._require_known_padding(tokens)
+        if masks is None:
+            raise NormlabError(next(iter(tokens.absent.values())))
+        if why := tokens.absent.get(f"mask {mask}"):
+            raise NormlabError(why)
+        return masks[list(MASKS).index(mask)].view(held)
 
-    def _call_tokens(self, batch: Batch) -> CallTokens:
-        """The tokens of this stack in a call on a batch."""
-        inputs = CallInputs()
-        inputs.take({name: value for name, value in self._known(batch).items() if value is not None})
-        inputs.mask = self.sites.mask or self._mask_name
-        inputs.has_decoder = self._coder is not None
-        tokens = CallTokens(inputs)
-        tokens.is_given_turned = self._is_given_turned
-        tokens.crosses = any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
+    def _tokens_of(self, batch: Batch, x: Tensor) -> CallTokens:
+        """The tokens of this stack in a call on a batch, of which the first block reads `x`."""
+        first, block, inputs = self._tokens, self._first_block, CallInputs()
+        inputs.take({name: value for name, value in self._known_names(batch).items() if value is not None})
+        inputs.is_text, inputs.has_decoder = first.inputs.is_text, first.inputs.has_decoder
+        inputs.mask = self.sites.mask
+        tokens = CallTokens(inputs, tuple(MASKS))
+        tokens.crosses = first.crosses
+        tokens.find_rows(x, block.is_turned, block.length_first, block.rearranges)
+        tokens.close()
+        if first.is_given_turned is not None:  # all batches are given alike, and this one may not tell it
+            tokens.is_given_turned = first.is_given_turned
         return tokens
-
-    def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:
-        by_attention = bool(are_turned(self.sites.blocks[0].module))  # which may read it turned
-        given = (self._known(batch).get(name) for name in ("input_ids", "decoder_input_ids", "input"))
-        texts = [ids for ids in given if isinstance(ids, Tensor) and ids.shape[:2] in (x.shape[:2], x.shape[1::-1])]
-        if not texts:
-            return by_attention
-        if any(ids.shape[:2] == x.shape[:2] != x.shape[1::-1] for ids in texts):
-            return False
-        told = is_turned(texts[0], x) if x.shape[0] == x.shape[1] else True
-        return by_attention if told is None else told
 
 
 def listed(batches: Iterable[Batch]) -> list[Batch]:
