@@ -141,9 +141,10 @@ class Runner:
             raise NormlabError("there is no batch to run: give at least one dict of the model's arguments")
 
     def _made_of_labels(self, batch: Batch) -> Batch:
-        """The decoder's tokens, and their mask, that a model makes of labels as it runs; none if it need not.
+        """The decoder's tokens, and their mask, that a model makes of labels; none if it need not.
 
-        Whisper and M2M100 make tokens, Pix2Struct a mask too. The pass ends where they are seen.
+        Most have a method for it. Whisper and M2M100 make tokens as they run, Pix2Struct a mask too: that pass ends
+        where they are seen.
 
         Raises `NormlabError` where no module inside is handed them.
         """
@@ -152,8 +153,10 @@ class Runner:
         needs = {"labels", "decoder_input_ids"} <= self._accepted
         needs = needs and not given & {"decoder_input_ids", "decoder_inputs_embeds"}
         is_text = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
-        if self._coder is None or not needs or not is_text or hasattr(self._coder, _MAKES_TOKENS):
+        if self._coder is None or not needs or not is_text:
             return {}
+        if (make := getattr(self._coder, _MAKES_TOKENS, None)) is not None:
+            return {"decoder_input_ids": make(labels=labels)}
         made: Batch = {}
 
         def see(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -168,7 +171,7 @@ class Runner:
 
         inside = [(module, see) for module in self._coder.modules() if module is not self._coder]
         with suppress(_Made), torch.no_grad(), hooked(before=inside, must_run=False):
-            called(self.model, {self._renamed.get(k, k): v for k, v in batch.items()} | self._options)
+            self._called(batch)
         if not made:
             raise NormlabError("the tokens that the model makes of labels are not seen: give decoder_input_ids")
         if made["decoder_attention_mask"] is None or not self._accepted - given >= {"decoder_attention_mask"}:
@@ -232,13 +235,12 @@ class Runner:
 
         needs_logits: False where the head need not be computed.
         """
-        inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in self._withheld}
-        coder: Any = self._coder  # which would make the decoder's tokens of the labels
-        makes = hasattr(coder, _MAKES_TOKENS) and "decoder_input_ids" in self._accepted
-        if makes and "labels" in batch and "decoder_input_ids" not in batch:
-            inputs["decoder_input_ids"] = getattr(coder, _MAKES_TOKENS)(labels=batch["labels"])
         with nullcontext() if needs_logits else without_head(self.sites):
-            return called(self.model, inputs | self._options)
+            return self._called({k: v for k, v in batch.items() if k not in self._withheld})
+
+    def _called(self, batch: Batch) -> Any:
+        """The model's output, with labels where the batch has them."""
+        return called(self.model, {self._renamed.get(k, k): v for k, v in batch.items()} | self._options)
 
     def logits(self, batch: Batch) -> Tensor:
         """The model's logits, (batch, length, vocabulary).
@@ -360,7 +362,7 @@ class Runner:
         takes = (m for m in self.sites.ancestors if "labels" in inspect.signature(m.forward).parameters)
         module = next(takes, None)
         if module is None or "labels" in self._accepted:
-            return called(self.model, {self._renamed.get(k, k): v for k, v in batch.items()} | self._options)
+            return self._called(batch)
         given: list[tuple[tuple, dict[str, Any]]] = []
         with hooked(before=[(module, lambda _, *call: given.append(call))]):
             self.run(batch, needs_logits=False)
