@@ -107,7 +107,8 @@ def attention_sinks(
 
     Raises:
         NormlabError: no attention was seen, as in code that is neither `scaled_dot_product_attention` nor a softmax; or
-            none over the tokens alone, as with a prefix; blocks that hold (length, batch, width).
+            none over the tokens alone, as with a prefix; a block's scores cannot be computed; blocks that hold (length,
+            batch, width).
     """
     import pandas
 
@@ -126,6 +127,8 @@ def attention_sinks(
         require_counted(bool(tokens.any()))
         length = tokens.shape[1]
         found = watch.found([(len(tokens), length)], length)
+        if found is None and watch.why:
+            raise NormlabError(f"the attention of block {layer} is not known: {watch.why}")
         if found is None:
             for call in watch.calls:
                 whose = "cross-attention's " if call.kind == "cross" else ""
@@ -159,7 +162,7 @@ def attention_sinks(
     if not layers and others:
         raise NormlabError(f"attention was seen over {others[0]}: give a model that attends to its tokens alone")
     if not layers:
-        raise NormlabError("no attention was seen: it must be scaled_dot_product_attention or an explicit softmax")
+        raise NormlabError(watch.reason())
     rule = f"a head's mean attention above {threshold:.12g}, over at least {queries} queries"
     found = _found(rows, ["layer", "row", "position", "heads", "weight"], 3, kept[0], rule, nearest)
     return replace(found, learned=pandas.DataFrame(learned, columns=["layer", "heads", "weight"]) if learned else None)
