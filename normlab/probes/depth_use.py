@@ -59,7 +59,7 @@ def void_tokens(
         growths: list[Tensor] = []
 
         def look(layer: int, h: Tensor, before: Tensor) -> None:
-            h, before = (at_least_float32(x).to(runner.device) for x in (h, before))  # blocks may be on several devices
+            h, before = at_least_float32(h), at_least_float32(before)
             if not counts:
                 counts.append(runner.counted(batch, h))
             else:

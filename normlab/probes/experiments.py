@@ -463,6 +463,7 @@ def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) ->
 def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
     """Run the model; `look(layer, h, read)` sees h_0 .. h_L, and what each block has read of the stream.
 
+    All are on the runner's device, whichever that of the block is.
     That is h_{l-1}, unless the model changes the stream between blocks. Of h_0 it is h_0. Of some of a model's blocks,
     h_0 is what enters the first: the layer before it.
 
@@ -484,12 +485,15 @@ def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor, Tensor
                 return
         tell()
         if layer > layers[0]:
-            look(layer, after, before)
+            see(layer, after, before)
 
     def tell() -> None:
         for layer, h in zip(runner.sites.stream_layers, first, strict=False):
-            look(layer, h, first[0])
+            see(layer, h, first[0])
         first.clear()
+
+    def see(layer: int, *streams: Tensor) -> None:
+        look(layer, *(x.to(runner.device) for x in streams))
 
     see_blocks(runner.stream, partial(runner.run, batch, needs_logits=False), hook)
     tell()
@@ -725,7 +729,7 @@ def skip_future_effect(
             require_same_tokens(kept.states[0].shape, after)
             change = (after - before).float() - updates[layer]
             relative = torch.linalg.vector_norm(change, dim=-1) / torch.linalg.vector_norm(updates[layer], dim=-1)
-            values.append(torch.where(counted, relative, 0).sum(1))
+            values.append(torch.where(counted, relative.to(counted.device), 0).sum(1))
 
         run = partial(runner.run, batch, needs_logits=False)
         kept.keep(run, see=note)

@@ -231,7 +231,7 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
             for before, after in pairwise(states):
                 require_same_tokens(before.shape, after)
                 require_one_stream(before, after)
-        counted = runner.counted(batch, states[0])
+        counted = runner.counted(batch, states[0]).to(final.device)
         require_predictions(final, counted, "tokens")
 
         def divergence(passed: Sequence[Tensor]) -> Tensor:

@@ -137,6 +137,7 @@ def attention_sinks(
             return
         layers.append(layer)
         scores, share = found.scores, torch.ones(())
+        tokens = tokens.to(scores.device)  # what a block is given may be on that of the block before
         if found.beside is not None:
             share = (1 - found.beside)[..., None]
             if not found.no_sink and tokens.sum() >= queries:

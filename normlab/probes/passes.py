@@ -374,7 +374,7 @@ class Stream:
         before, after = self.before(args, kwargs), self.after(args, kwargs, output)
         require_rows(before)
         require_one_stream(before, after)
-        return before, after
+        return before.to(after.device), after  # blocks may be on several devices, and be handed what they move
 
     def returned(self, output: Any) -> list[Tensor]:
         """The tensors of a block's output whose sum is the stream."""
@@ -508,9 +508,9 @@ class _After:
 
 
 def _in_place_of(parts: Sequence[Tensor], x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What makes up the stream `x` in place of these parts: the widest is `x`, another is zero."""
+    """What makes up the stream `x` in place of these parts, where they are: the widest is `x`, another is zero."""
     widest = max(parts, key=lambda part: part.element_size())
-    return [(part, x.to(part.dtype) if part is widest else torch.zeros_like(part)) for part in parts]
+    return [(part, x.to(part) if part is widest else torch.zeros_like(part)) for part in parts]
 
 
 def _like(x: Tensor, values: Iterable[Any]) -> list[Tensor]:

@@ -62,7 +62,7 @@ class Explanation:
 
 
 class Rows:
-    """The same few tokens of every tensor of a block, as float64.
+    """The same few tokens of every tensor of a block, as float64 on the device of the first.
 
     Attributes:
         first: those of the tensor that the block reads.
@@ -73,6 +73,7 @@ class Rows:
         self.width, self.shape = like.shape[-1], like.shape
         self.tokens = like.numel() // max(1, self.width)
         step = max(1, self.tokens // CHECKED)
+        self._device = like.device
         self._few = slice(max(0, -(-self.tokens // step) - CHECKED) * step, None, step)
         self._seen: list[tuple[Tensor, Tensor]] = []  # tensors and their rows
         self.first = self._taken(like)
@@ -96,7 +97,7 @@ class Rows:
         return self._taken(x)
 
     def _taken(self, x: Tensor) -> Tensor:
-        rows = x.detach().reshape(self.tokens, self.width)[self._few].to(torch.float64, copy=True)
+        rows = x.detach().reshape(self.tokens, self.width)[self._few].to(self._device, torch.float64, copy=True)
         for seen, kept in self._seen:  # the same object, so that `same` need not compare
             if seen is x and torch.equal(kept, rows):  # PyTorch does not count every write in place
                 return kept
@@ -135,7 +136,7 @@ def passes_on(read: Tensor, returned: Tensor, x: Tensor) -> str | None:
     what it has read; any "other"; None where no row that it has returned is finite."""
     rows = Rows(returned)
     rows.note_rounding(x)
-    before, found = (rows.of(one.to(returned.device)) for one in (read, x))
+    before, found = rows.of(read), rows.of(x)
     if not bool(rows.first.isfinite().all(1).any()):
         return None
     if rows.same(found, rows.first):

@@ -2,8 +2,10 @@
 
 import types
 from collections import OrderedDict, namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import pandas
 import pytest
@@ -12,6 +14,7 @@ import transformers as hf
 from probe_zoo import DEPTH, batch_for, build, ours
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
+from two_devices import TwoDevices, move
 
 import normlab
 from normlab.errors import NormlabError
@@ -754,3 +757,41 @@ def test_several_streams_are_refused():
         for model in (Streams(), Wide(Wide.Block)):
             with pytest.raises(NormlabError, match="several residual streams"):
                 experiment(model, [IDS], **QUIET)
+
+
+class Attention(nn.Linear):
+    """Each token attends to those so far."""
+
+    def forward(self, x):
+        x = super().forward(x)[:, None]
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0]
+
+
+class Attending(Block):
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention(16, 16)
+
+
+def test_blocks_may_be_on_several_devices(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
+    found = []
+    for is_split in (False, True):
+        model = Toy(Attending)
+        norm = model.norm.forward
+        model.norm.forward = lambda x, norm=norm: norm(x.cpu())
+        if is_split:
+            move(model.layers[2])
+        with TwoDevices() if is_split else nullcontext():
+            values = [
+                skip_sensitivity(model, [IDS], parts=["block", "attention"], **QUIET)["skip_delta_loss"],
+                skip_future_effect(model, [IDS], **QUIET)["value"],
+                normlab.logit_lens_kl(model, [IDS], **QUIET)["value"],
+                normlab.angular_distance(model, [IDS], **QUIET).to_numpy().ravel(),
+                jacobian_identity(model, [IDS], probes=1, **QUIET)["value"],
+                void_tokens(model, [IDS], **QUIET)["value"],
+                normlab.massive_activations(model, IDS, least=0, ratio=3).table["value"],
+                normlab.attention_sinks(model, IDS, threshold=0, queries=1).table["weight"],
+            ]
+        found.append([*chain.from_iterable(values)])
+    assert found[1] == pytest.approx(found[0], rel=1e-5, abs=1e-7)
