@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Z95, Batch, Runner, listed, mean_and_error, row_means, see_layers, table_of
+from normlab.probes.experiments import (
+    Batch,
+    Runner,
+    listed,
+    mean_and_error,
+    row_means,
+    see_layers,
+    table_of,
+    with_errors,
+)
 from normlab.probes.passes import evaluating
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import at_least_float32
@@ -206,8 +215,7 @@ def maps_between(shallow: LayerStates, deep: LayerStates) -> pandas.DataFrame:
             (value[i, j],), (error[i, j],) = mean_and_error(sums[:1], sums[1])
     index, columns = (range(one.first, one.first + len(one.states)) for one in (shallow, deep))
     table, errors = (pandas.DataFrame(x.numpy(), index=index, columns=columns) for x in (value, error))
-    table.attrs.update(standard_error=errors, half_width_95=Z95 * errors)
-    return table
+    return with_errors(table, errors)
 
 
 class _Regression:

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
 from normlab.probes.block_trace import KnownBlock
-from normlab.probes.call_inputs import CallInputs, TokenMask, call_arguments, given_mask, mask_by_row
+from normlab.probes.call_inputs import CallInputs, TokenMask, call_arguments, given_mask, mask_by_row, signature_of
 from normlab.probes.call_tokens import UNTOLD, CallTokens
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import are_turned, require_by_token
@@ -83,6 +83,12 @@ def interval(mean: float, error: float) -> dict[str, float]:
     return {"standard_error": error, "low": mean - Z95 * error, "high": mean + Z95 * error}
 
 
+def with_errors(table: pandas.DataFrame, errors: pandas.DataFrame) -> pandas.DataFrame:
+    """The table, with `errors` and the half-widths of the normal 95% intervals in its `.attrs`."""
+    table.attrs.update(standard_error=errors, half_width_95=Z95 * errors)
+    return table
+
+
 def table_of(rows: Iterable[dict[str, Any]], mean: Tensor, error: Tensor) -> pandas.DataFrame:
     """`rows` with the columns `value standard_error low high`."""
     import pandas
@@ -112,7 +118,7 @@ class Runner:
         accepted = self._accepted = _arguments(self.sites)
         self._coder = next((m for m in self.sites.ancestors if _is_encoder_decoder(m)), None)
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
-        own = inspect.signature(self.model.forward).parameters.items()
+        own = signature_of(self.model).parameters.items()
         self._withheld = {"labels", "shift_labels"} - {name for name, p in own if p.default is inspect.Parameter.empty}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
         self._shifted: bool | None = None  # None until it has been found out
@@ -359,7 +365,7 @@ class Runner:
 
     def _with_labels(self, batch: Batch) -> Any:
         """What the model returns with labels, or the module in it that takes them where it does not."""
-        takes = (m for m in self.sites.ancestors if "labels" in inspect.signature(m.forward).parameters)
+        takes = (m for m in self.sites.ancestors if "labels" in signature_of(m).parameters)
         module = next(takes, None)
         if module is None or "labels" in self._accepted:
             return self._called(batch)
@@ -426,7 +432,7 @@ def _arguments(where: Sites) -> set[str]:
     """The arguments that a model takes by name. One that takes any, such as a wrapper, hands them on to its content."""
     names: set[str] = set()
     for module in where.ancestors:
-        parameters = inspect.signature(module.forward).parameters
+        parameters = signature_of(module).parameters
         names |= parameters.keys()
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             break

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from normlab.errors import NormlabError
 from normlab.probes.experiments import (
-    Z95,
     Batch,
     Runner,
     require_predictions,
@@ -22,6 +21,7 @@ from normlab.probes.experiments import (
     see_layers,
     table_of,
     token_kl,
+    with_errors,
 )
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.layout import require_one_stream
@@ -100,8 +100,7 @@ def angular_distance(
         square = torch.zeros(count, count, dtype=torch.float64)
         square[first, second] = square[second, first] = numbers
         tables.append(pandas.DataFrame(square.numpy(), index=layers, columns=layers))
-    tables[0].attrs.update(standard_error=tables[1], half_width_95=Z95 * tables[1])
-    return tables[0]
+    return with_errors(*tables)
 
 
 def _all_angles(states: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from normlab.probes.layout import (
     find_output,
     hidden_state,
     is_activation,
-    others,
+    like,
     output_tensor,
     outputs_of,
     replaced,
@@ -349,7 +349,7 @@ class Stream:
         """
         x = self._read(args, kwargs)
         self._shape = x.shape
-        if self._is_sum is None and len(_like(output_tensor(output, x.shape), outputs_of(output))) > 1:
+        if self._is_sum is None and like(output_tensor(output, x.shape), outputs_of(output)):
             raise _TwoTensors
         if not self._is_sum:
             _require_whole(x, (*args, *kwargs.values()), output)
@@ -389,7 +389,7 @@ class Stream:
         x = x - self.before(args, kwargs) if self._is_outside else x
         self._shape = x.shape
         parts = self.returned(output)
-        if parts[0].shape != x.shape and len(_like(x, outputs_of(output))) > 1:
+        if parts[0].shape != x.shape and like(x, outputs_of(output)):
             raise NormlabError(
                 f"a block returns {' x '.join(map(str, parts[0].shape))} numbers before one of the stream's shape: "
                 "which of them it passes on cannot be told"
@@ -420,7 +420,7 @@ class Stream:
 
     def _parts(self, x: Tensor, values: Iterable[Any]) -> list[Tensor]:
         """The tensors among values whose sum is the stream; `x` is the first of them."""
-        parts = _like(x, values) if self._is_sum else [x]
+        parts = [x, *like(x, values)] if self._is_sum else [x]
         if len(parts) > 2:
             raise NormlabError(
                 f"a block is given or returns {len(parts)} tensors of the stream's shape: which two of them make up "
@@ -513,16 +513,10 @@ def _in_place_of(parts: Sequence[Tensor], x: Tensor) -> list[tuple[Tensor, Tenso
     return [(part, x.to(part) if part is widest else torch.zeros_like(part)) for part in parts]
 
 
-def _like(x: Tensor, values: Iterable[Any]) -> list[Tensor]:
-    """`x` and the other activations of its shape among values."""
-    return [x, *(value for value in others(x, values) if value.shape == x.shape)]
-
-
 def _require_whole(x: Tensor, values: Iterable[Any], output: Any) -> None:
     """Refuse a block that is given and returns two tensors of the stream's shape, both new: their sum may be it."""
-    given = _like(x, values)
-    returned = [value for value in outputs_of(output) if is_activation(value) and value.shape == x.shape]
-    new = [v for v in returned if not any(same_tensor(v, one) for one in given)]
+    given = [x, *like(x, values)]
+    new = [v for v in like(x, outputs_of(output)) if not any(same_tensor(v, one) for one in given)]
     if len(given) > 1 and len(new) > 1:
         raise NormlabError(
             "a block is given and passes on two tensors of the stream's shape, as where the residual is kept apart "
@@ -550,8 +544,8 @@ def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
 def residual_in(args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor | None:
     """The residual among the arguments of a branch that returns it with what it adds: the last of two activations."""
     shape = output_tensor(output).shape
-    like = [v for v in (*args, *kwargs.values()) if is_activation(v) and v.shape == shape]
-    return like[-1] if 0 < len(like) < 3 else None
+    found = [v for v in (*args, *kwargs.values()) if is_activation(v) and v.shape == shape]  # it may be written into
+    return found[-1] if 0 < len(found) < 3 else None
 
 
 def return_residual(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

@@ -32,6 +32,7 @@ from normlab.probes.layout import (
     find_output,
     hidden_state,
     is_channels_first,
+    like,
     others,
     output_tensor,
     outputs_of,
@@ -124,7 +125,7 @@ def _beside(x: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """A second activation of the shape of `x` among a norm's arguments: a residual to add, or a gate."""
     if len(args) + len(kwargs) == 1:
         return None
-    return next((value for value in others(x, (*args, *kwargs.values())) if value.shape == x.shape), None)
+    return next(iter(like(x, (*args, *kwargs.values()))), None)
 
 
 class _Running(threading.local):
@@ -579,7 +580,7 @@ class Recorder:
         call.tokens.rows_are_told()
         x = self._passed_on(block, args, kwargs, output)
         returned = others(x, outputs_of(output))
-        beside = next((value for value in returned if value.shape == x.shape), None)
+        beside = next(iter(like(x, returned)), None)
         following = self._after(block)
         stream, is_joined = x, False
         if beside is not None:
@@ -686,7 +687,7 @@ class Recorder:
         if x is None or out is None:
             return
         if _beside(x, args, kwargs) is not None:
-            returned = next((value for value in others(out, outputs_of(output)) if value.shape == x.shape), None)
+            returned = next(iter(like(out, outputs_of(output))), None)
             is_sum = returned is not None and (trace is None or trace.is_sum(norm, returned))
             self._norm_reads(block, norm, returned if is_sum and returned is not None else x, kwargs)
         if trace is not None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CANDIDATES = 6  # spans of each length whose cost is measured: those that turn the stream least
 BRANCHES = ("attention", "mlp")
+COSTS = ("skip_delta_loss", "standard_error", "low", "high", "tokens")  # columns of both tables
 
 
 def cheapest_spans(
@@ -68,8 +69,7 @@ def cheapest_spans(
 
     where = model if isinstance(model, Sites) else sites(model)
     _require_counts(candidates=candidates, longest=longest)
-    all_batches = listed(batches)
-    choosing, measuring = all_batches[::2], all_batches[1::2] or all_batches
+    choosing, measuring = _halves(batches)
     longest = where.depth // 2 if longest is None else longest
     if not 1 <= longest < where.depth:
         raise NormlabError(f"a span of 1 to {where.depth - 1} blocks can be dropped of {where.depth}, not of {longest}")
@@ -94,11 +94,17 @@ def cheapest_spans(
         last = best + length - 1
         ranges = [[0, best - 1], [last, where.depth]]
         row = {"length": length, "first": best, "last": last}
-        row |= {name: measured[name] for name in ("skip_delta_loss", "standard_error", "low", "high", "tokens")}
+        row |= {name: measured[name] for name in COSTS}
         rows.append(row | {"start": best - 1, "stop": last, "keep": [r for r in ranges if r[0] < r[1]]})
     if not rows:
         raise NormlabError("later blocks read what every span makes besides the stream: none can be dropped")
     return pandas.DataFrame(rows)
+
+
+def _halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Every second batch, to choose on, and the others, to measure on; a single one for both."""
+    found = listed(batches)
+    return found[::2], found[1::2] or found
 
 
 def _require_counts(**given: int | None) -> None:
@@ -148,8 +154,7 @@ def cheapest_branches(
 
     where = model if isinstance(model, Sites) else sites(model)
     _require_counts(candidates=candidates, most=most)
-    all_batches = listed(batches)
-    choosing, measuring = all_batches[::2], all_batches[1::2] or all_batches
+    choosing, measuring = _halves(batches)
     changes: dict[Part, Change] = {}
 
     def costs(batches: Sequence[Batch], sets: Iterable[tuple[Part, ...]] | None = None) -> pandas.DataFrame:
@@ -182,7 +187,7 @@ def cheapest_branches(
     rows = []
     for row in measured.to_dict("records"):
         part, layer = row["skipped"][-1]
-        numbers = {name: row[name] for name in ("skip_delta_loss", "standard_error", "low", "high", "tokens")}
+        numbers = {name: row[name] for name in COSTS}
         lists = {
             name: [layer - 1 for kind, layer in row["skipped"] if kind == one]
             for name, one in (("drop_attn_list", "attention"), ("drop_mlp_list", "mlp"))
