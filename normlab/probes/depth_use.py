@@ -9,17 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import (
-    Batch,
-    Runner,
-    listed,
-    mean_and_error,
-    row_means,
-    see_layers,
-    table_of,
-    with_errors,
-)
 from normlab.probes.passes import evaluating
+from normlab.probes.runner import Batch, Runner, listed, mean_and_error, row_means, see_layers, table_of, with_errors
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import at_least_float32
 

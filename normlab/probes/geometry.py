@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import (
+from normlab.probes.kept_pass import KeptPass
+from normlab.probes.layout import require_one_stream
+from normlab.probes.passes import require_rows, see_blocks
+from normlab.probes.runner import (
     Batch,
     Runner,
     require_predictions,
@@ -23,9 +26,6 @@ from normlab.probes.experiments import (
     token_kl,
     with_errors,
 )
-from normlab.probes.kept_pass import KeptPass
-from normlab.probes.layout import require_one_stream
-from normlab.probes.passes import require_rows, see_blocks
 from normlab.probes.sites import Sites
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Batch, Runner, require_counted, see_layers
 from normlab.probes.layout import hidden_state
 from normlab.probes.passes import evaluating, on_blocks
+from normlab.probes.runner import Batch, Runner, require_counted, see_layers
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import AttentionWatch, at_least_float32
 

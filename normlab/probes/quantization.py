@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import IGNORED_LABEL, Batch, Runner, interval, row_means, token_losses
 from normlab.probes.passes import hooked
+from normlab.probes.returned_loss import IGNORED_LABEL
+from normlab.probes.runner import Batch, Runner, interval, row_means, token_losses
 from normlab.probes.sites import Sites
 
 if TYPE_CHECKING:

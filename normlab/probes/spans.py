@@ -12,20 +12,12 @@ import torch
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import (
-    Batch,
-    Change,
-    Part,
-    Runner,
-    listed,
-    part_changes,
-    skip_costs,
-    skip_sensitivity,
-)
 from normlab.probes.geometry import angular_distance
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.passes import evaluating
+from normlab.probes.runner import Batch, Runner, listed
 from normlab.probes.sites import Sites, sites
+from normlab.probes.skipping import Change, Part, part_changes, skip_costs, skip_sensitivity
 
 if TYPE_CHECKING:
     import pandas

@@ -37,7 +37,7 @@ from torch.nn import functional
 
 from normlab.models.block import whole
 from normlab.probes import record
-from normlab.probes.experiments import evaluating
+from normlab.probes.passes import evaluating
 from normlab.runs import Row, rows_of, stats_frame
 from normlab.training.config import TrainConfig
 from normlab.training.loop import Step, Training, block_order

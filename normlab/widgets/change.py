@@ -16,8 +16,8 @@ from normlab.errors import NormlabError
 from normlab.figures.one_model import MEASURED, Answer
 from normlab.norms.gain import gain_centre, gain_names
 from normlab.probes import record, sites
-from normlab.probes.experiments import evaluating
 from normlab.probes.layout import hidden_state, output_tensor, with_output
+from normlab.probes.passes import evaluating
 from normlab.probes.sites import Block
 
 KINDS = {"attention": "attn", "mlp": "mlp"}  # a branch's name in a change, and in blocks and probes

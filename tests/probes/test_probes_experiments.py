@@ -22,7 +22,8 @@ from normlab.probes import (
     skip_future_effect,
     skip_sensitivity,
 )
-from normlab.probes.experiments import hooked, mean_and_error
+from normlab.probes.passes import hooked
+from normlab.probes.runner import mean_and_error
 from normlab.probes.sites import sites, stacks
 
 QUIET = {"progress": False}
