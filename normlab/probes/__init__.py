@@ -16,7 +16,6 @@ logit_lens_kl                          compare what the head would predict from 
 
 from normlab.probes.call_inputs import CallInputs
 from normlab.probes.depth_use import layer_maps, void_tokens
-from normlab.probes.experiments import skip_future_effect, skip_sensitivity
 from normlab.probes.geometry import angular_distance, jacobian_identity, logit_lens_kl
 from normlab.probes.layer_stats import LayerStats
 from normlab.probes.metrics import FORWARD_METRICS, METRICS, Metric
@@ -24,6 +23,7 @@ from normlab.probes.outliers import attention_sinks, massive_activations
 from normlab.probes.quantization import quantization_costs
 from normlab.probes.record import Recorder, record
 from normlab.probes.sites import Block, Sites, sites, stacks
+from normlab.probes.skipping import skip_future_effect, skip_sensitivity
 from normlab.probes.spans import cheapest_branches, cheapest_spans, mergekit_config
 
 __all__ = [

@@ -503,7 +503,7 @@ class Measurer:
         found = watch.found(call.tokens.caller_rows())
         if found is None:
             if watch.why or watch.calls or trace.block.attention is not None:
-                call.absent[f"attention {trace.layer}"] = watch.why or watch.unfit()
+                call.absent[f"attention {trace.layer}"] = watch.reason()
             return
         as_held = call.tokens.by_row_as_held
         shape = (*as_held(found.scores[:, 0, :, 0]).shape, 1)

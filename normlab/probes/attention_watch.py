@@ -221,8 +221,10 @@ class AttentionWatch(TorchFunctionMode):
         alike = [call for call in calls if call.part is calls[0].part and call.shape == calls[0].shape]
         return _as_one(alike) if alike else None
 
-    def unfit(self) -> str:
+    def reason(self) -> str:
         """Say why none was found."""
+        if self.why:
+            return self.why
         if not self.calls:
             return "no attention was seen: it must be scaled_dot_product_attention or an explicit softmax"
         first = next((call for call in self.calls if call.kind != "cross"), None)

@@ -448,16 +448,6 @@ class CallTokens:
         is_square = len(held) == 2 and held[0] == held[1]
         return None if masks is None or len(held) != 2 or (self.length_first and is_square) else masks[0].view(held)
 
-    def known_firsts(self, rows: tuple[int, int], device: torch.device) -> tuple[Tensor | None, int]:
-        """(rows, tokens per row) bool: the tokens at position 0, None without positions; and how many came before.
-
-        Raises `NormlabError` where the first tokens are not known.
-        """
-        starts = self._starts(rows, device)
-        if why := self._untold_firsts(Layout(rows), starts):
-            raise NormlabError(why)
-        return starts, self._past(rows[1])
-
     def _untold_firsts(self, layout: Layout, starts: Tensor | None) -> str:
         """The reason that the first token of a row is not known; "" where it is."""
         if self.is_untold:

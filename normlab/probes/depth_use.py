@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import Z95, Batch, Runner, listed, mean_and_error, row_means, see_layers, table_of
 from normlab.probes.passes import evaluating
+from normlab.probes.runner import Batch, Runner, listed, mean_and_error, row_means, see_layers, table_of, with_errors
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import at_least_float32
 
@@ -59,8 +59,8 @@ def void_tokens(
         growths: list[Tensor] = []
 
         def look(layer: int, h: Tensor, before: Tensor) -> None:
-            h, before = (at_least_float32(x).to(runner.device) for x in (h, before))  # blocks may be on several devices
-            if layer == 0:
+            h, before = at_least_float32(h), at_least_float32(before)
+            if not counts:
                 counts.append(runner.counted(batch, h))
             else:
                 (counted,) = counts
@@ -84,7 +84,7 @@ def void_tokens(
     rows: list[dict[str, Any]] = [
         {"rule": rule, "limit": limit, "layer": layer}
         for rule, limit in (("void", alpha), ("small", small))
-        for layer in range(1, runner.sites.depth + 1)
+        for layer in runner.sites.layers
     ]
     return table_of(rows, mean, error)
 
@@ -93,11 +93,15 @@ def void_tokens(
 
 
 class LayerStates(NamedTuple):
-    """The residual stream of tokens: `states` (layers + 1, tokens, width), and each token's sequence and position."""
+    """The residual stream of tokens: `states` (layers + 1, tokens, width), and each token's sequence and position.
+
+    `first` is the layer of the first state: of some of a model's blocks the one before them.
+    """
 
     states: Tensor
     rows: Tensor
     positions: Tensor
+    first: int = 0
 
 
 @torch.no_grad()
@@ -118,7 +122,7 @@ def layer_states(model: nn.Module | Sites, batches: Iterable[Batch], *, progress
             places.append(counted.nonzero() + torch.tensor([sequences, 0]))
             sequences += len(counted)
     rows, positions = torch.cat(places).T
-    return LayerStates(torch.cat(parts, dim=1), rows, positions)
+    return LayerStates(torch.cat(parts, dim=1), rows, positions, runner.sites.stream_layers[0])
 
 
 def _counted_states(runner: Runner, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -127,7 +131,7 @@ def _counted_states(runner: Runner, batch: Batch) -> tuple[Tensor, Tensor]:
     states: list[Tensor] = []
 
     def keep(layer: int, h: Tensor, read: Tensor) -> None:
-        if layer == 0:
+        if not counted:
             counted.append(runner.counted(batch, h).cpu())
         states.append(h.cpu()[counted[0]])
 
@@ -200,9 +204,9 @@ def maps_between(shallow: LayerStates, deep: LayerStates) -> pandas.DataFrame:
             for total, gap in zip(sums, (left, y[tested] - mean), strict=True):
                 total.index_add_(0, rows, gap.square().sum(1))
             (value[i, j],), (error[i, j],) = mean_and_error(sums[:1], sums[1])
-    table, errors = pandas.DataFrame(value.numpy()), pandas.DataFrame(error.numpy())
-    table.attrs.update(standard_error=errors, half_width_95=Z95 * errors)
-    return table
+    index, columns = (range(one.first, one.first + len(one.states)) for one in (shallow, deep))
+    table, errors = (pandas.DataFrame(x.numpy(), index=index, columns=columns) for x in (value, error))
+    return with_errors(table, errors)
 
 
 class _Regression:

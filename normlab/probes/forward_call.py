@@ -15,7 +15,7 @@ from normlab.probes.call_inputs import CallInputs, Entered, LossTokens
 from normlab.probes.call_tokens import CallTokens
 from normlab.probes.decomposition import NormRead, NormRun
 from normlab.probes.layout import Refusal, same_tensor
-from normlab.probes.stream_sums import Rows
+from normlab.probes.stream_sums import Rows, passes_on
 
 GRADIENTS = "gradients"  # in `absent`: why gradients of a forward pass are left out
 Place = tuple[str, int]  # site, layer
@@ -91,10 +91,7 @@ class LastBlock:
             return False
         if same_tensor(x, self.entered):
             return self.entered_version is not None and self.entered._version != self.entered_version
-        rows = Rows(self.out)
-        rows.note_rounding(x)
-        entered = rows.of(self.entered.to(self.out.device))
-        return entered is not None and rows.same(rows.of(x.to(self.out.device)), rows.first + entered)
+        return passes_on(self.entered, self.out, x) == "sum"
 
     @property
     def _is_written(self) -> bool:
@@ -111,10 +108,7 @@ class LastBlock:
             return True
         if same_tensor(x, self.out):
             return not self._is_written
-        rows = Rows(self.out)
-        rows.note_rounding(x)
-        is_known = bool(rows.first.isfinite().all(1).any())
-        return not self._is_written and (not is_known or rows.same(rows.first, rows.of(x.to(self.out.device))))
+        return not self._is_written and passes_on(self.entered, self.out, x) in ("same", None)
 
 
 class Staged(NamedTuple):

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import (
-    Z95,
+from normlab.probes.kept_pass import KeptPass
+from normlab.probes.layout import require_one_stream
+from normlab.probes.passes import require_rows, see_blocks
+from normlab.probes.runner import (
     Batch,
     Runner,
     require_predictions,
@@ -22,10 +24,8 @@ from normlab.probes.experiments import (
     see_layers,
     table_of,
     token_kl,
+    with_errors,
 )
-from normlab.probes.kept_pass import KeptPass
-from normlab.probes.layout import require_one_stream
-from normlab.probes.passes import require_rows, see_blocks
 from normlab.probes.sites import Sites
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def angular_distance(
     if tokens not in ("all", "no_first", "last"):
         raise NormlabError(f"unknown tokens {tokens!r}: choose from all, no_first, last")
     runner = Runner(model, batches, progress, "angular distance")
-    count = runner.sites.depth + 1
+    layers = runner.sites.stream_layers
+    count = len(layers)
     first, second = torch.triu_indices(count, count, 1)  # all pairs of layers
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -83,7 +84,7 @@ def angular_distance(
             if len(kept) == 1:  # one block of memory: many small ones between the model's would leave gaps
                 kept.append(chosen.new_empty(count, *chosen.shape))
             kept[1] = kept[1].to(torch.promote_types(kept[1].dtype, chosen.dtype))  # streams may go on in float32
-            kept[1][layer] = chosen
+            kept[1][layer - layers[0]] = chosen
 
         see_layers(runner, batch, keep)
         counted, states = kept
@@ -98,9 +99,8 @@ def angular_distance(
     for numbers in row_means(runner, sums)[:2]:
         square = torch.zeros(count, count, dtype=torch.float64)
         square[first, second] = square[second, first] = numbers
-        tables.append(pandas.DataFrame(square.numpy(), index=range(count), columns=range(count)))
-    tables[0].attrs.update(standard_error=tables[1], half_width_95=Z95 * tables[1])
-    return tables[0]
+        tables.append(pandas.DataFrame(square.numpy(), index=layers, columns=layers))
+    return with_errors(*tables)
 
 
 def _all_angles(states: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def jacobian_identity(
         raise NormlabError("jacobian_identity needs gradients: leave inference_mode")
     runner = Runner(model, batches, progress, "jacobian")
     generator, stream = torch.Generator().manual_seed(0), runner.stream
-    layers = [block.index for block in runner.sites.blocks]
+    layers = runner.sites.layers
 
     def sums(batch: Batch) -> tuple[Tensor, Tensor]:
         gaps: dict[int, list[float]] = {}
@@ -230,7 +230,7 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
             for before, after in pairwise(states):
                 require_same_tokens(before.shape, after)
                 require_one_stream(before, after)
-        counted = runner.counted(batch, states[0])
+        counted = runner.counted(batch, states[0]).to(final.device)
         require_predictions(final, counted, "tokens")
 
         def divergence(passed: Sequence[Tensor]) -> Tensor:
@@ -250,5 +250,5 @@ def logit_lens_kl(model: nn.Module | Sites, batches: Iterable[Batch], *, progres
         return values, counted.sum(1)
 
     mean, error, _ = row_means(runner, sums)
-    return table_of([{"layer": layer} for layer in range(len(mean))], mean, error)
+    return table_of([{"layer": layer} for layer in runner.sites.stream_layers], mean, error)
 

@@ -41,7 +41,7 @@ class KeptPass:
         self.read_by: dict[int, set[int]] | None = None  # None: it has not been looked for
         self._reads_what_is_kept = False
         self._stream = stream
-        self._blocks = {block.index: block.module for block in stream.sites.blocks}
+        self._blocks = {block.layer: block.module for block in stream.sites.blocks}
         self._beside = _beside(stream.sites)
         self._entered: list[Tensor] = []
         self._kept: dict[nn.Module, Any] = {}  # what modules returned, in the order in which they did
@@ -114,7 +114,7 @@ class KeptPass:
                 self._known[module] = with_output(output, x.new_zeros(()).expand(x.shape))
 
         beside = {module: -i for i, module in enumerate(self._beside, start=1)}
-        numbered = beside | {module: index for index, module in self._blocks.items()}
+        numbered = beside | {module: layer for layer, module in self._blocks.items()}
         with (
             hooked(*((module, partial(leave, number)) for module, number in beside.items()), must_run=False),
             hooked(*((module, measure) for module in branches)),
@@ -140,7 +140,7 @@ class KeptPass:
         if not self._may_begin_late:
             return []
         known = [module for module in self._kept if module in self._beside]
-        known += [module for index, module in self._blocks.items() if index < layer]
+        known += [module for other, module in self._blocks.items() if other < layer]
         return [(module, partial(self._copy, module)) for module in known]
 
     @contextmanager

@@ -59,6 +59,11 @@ def others(x: Tensor, values: Iterable[Any]) -> list[Tensor]:
     return [value for value in values if is_activation(value) and value is not x]
 
 
+def like(x: Tensor, values: Iterable[Any]) -> list[Tensor]:
+    """The activations among `values` that are not `x`, and have its shape."""
+    return [value for value in others(x, values) if value.shape == x.shape]
+
+
 def hidden_state(args: tuple, kwargs: dict[str, Any], block: nn.Module | None = None) -> Tensor:
     """`find_input`.
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normlab.errors import NormlabError
-from normlab.probes.attention_watch import SPLIT, AttentionWatch
-from normlab.probes.experiments import Batch, Runner, require_counted, see_layers
+from normlab.probes.attention_watch import AttentionWatch
 from normlab.probes.layout import hidden_state
 from normlab.probes.passes import evaluating, on_blocks
+from normlab.probes.runner import Batch, Runner, require_counted, see_layers
 from normlab.probes.sites import Sites
 from normlab.probes.statistics import at_least_float32
 
@@ -108,8 +108,8 @@ def attention_sinks(
 
     Raises:
         NormlabError: no attention was seen, as in code that is neither `scaled_dot_product_attention` nor a softmax; or
-            none over the tokens alone, as with a prefix; heads that tensor parallelism splits over ranks; blocks that
-            hold (length, batch, width).
+            none over the tokens alone, as with a prefix; a block's scores cannot be computed; tensor parallelism splits
+            its heads; blocks that hold (length, batch, width).
     """
     import pandas
 
@@ -119,7 +119,7 @@ def attention_sinks(
     layers: list[int] = []
     others: list[str] = []  # shapes of attention that is not over the tokens
     learned: list[tuple[int, float, float]] = []
-    watch = _KeyWatch()
+    watch, blocks = _KeyWatch(), {block.layer: block for block in runner.sites.blocks}
     nearest = _Nearest(["layer", "row", "position", "head", "weight"])
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -128,8 +128,8 @@ def attention_sinks(
         require_counted(bool(tokens.any()))
         length = tokens.shape[1]
         found = watch.found([(len(tokens), length)], length)
-        if watch.why == SPLIT:
-            raise NormlabError(f"{SPLIT}: give a model that is not split")
+        if found is None and watch.why:
+            raise NormlabError(f"the attention of block {layer} is not known: {watch.why}")
         if found is None:
             for call in watch.calls:
                 whose = "cross-attention's " if call.kind == "cross" else ""
@@ -138,6 +138,7 @@ def attention_sinks(
             return
         layers.append(layer)
         scores, share = found.scores, torch.ones(())
+        tokens = tokens.to(scores.device)  # what a block is given may be on that of the block before
         if found.beside is not None:
             share = (1 - found.beside)[..., None]
             if not found.no_sink and tokens.sum() >= queries:
@@ -154,7 +155,7 @@ def attention_sinks(
         watch.forget()  # last, as the softmax above is seen too
 
     def start(layer: int, *_: Any) -> None:
-        watch.forget(runner.sites.blocks[layer - 1])  # an encoder's attention came before, or something else
+        watch.forget(blocks[layer])  # an encoder's attention came before, or something else
 
     with evaluating(runner.model):
         (batch,) = runner
@@ -163,7 +164,7 @@ def attention_sinks(
     if not layers and others:
         raise NormlabError(f"attention was seen over {others[0]}: give a model that attends to its tokens alone")
     if not layers:
-        raise NormlabError("no attention was seen: it must be scaled_dot_product_attention or an explicit softmax")
+        raise NormlabError(watch.reason())
     rule = f"a head's mean attention above {threshold:.12g}, over at least {queries} queries"
     found = _found(rows, ["layer", "row", "position", "heads", "weight"], 3, kept[0], rule, nearest)
     return replace(found, learned=pandas.DataFrame(learned, columns=["layer", "heads", "weight"]) if learned else None)

@@ -17,7 +17,7 @@ from normlab.probes.layout import (
     find_output,
     hidden_state,
     is_activation,
-    others,
+    like,
     output_tensor,
     outputs_of,
     replaced,
@@ -27,7 +27,7 @@ from normlab.probes.layout import (
 )
 from normlab.probes.record import Recorder, record
 from normlab.probes.sites import Sites
-from normlab.probes.stream_sums import Rows
+from normlab.probes.stream_sums import passes_on
 
 Hook = Callable[..., Any]
 Make = Callable[[tuple, dict[str, Any]], Any]  # what a module returns instead, of its arguments
@@ -145,7 +145,7 @@ def on_blocks(
                 "(`record` takes each run for a layer)"
             )
         ran.add(layer)
-        if layer == 2 and first:
+        if first:
             with torch._C.DisableTorchFunction():  # a look is no read of the model's
                 stream.settle(*first.pop(), stream.before(args, kwargs))
         given[layer] = stream.copied_arguments(args, kwargs)
@@ -157,16 +157,16 @@ def on_blocks(
             return None
         inside.append(layer)
         call = given.pop(layer)
-        if layer == 1 and stream.settles:
+        if layer == stream.sites.layers[0] and stream.settles:
             first.append((stream.before(*call), stream.total(output)))
         try:
             return hook(layer, module, *call, output)
         finally:
             inside.clear()
 
-    blocks = [block for block in stream.sites.blocks if layers is None or block.index in layers]
-    starts = [(block.module, partial(enter, block.index)) for block in blocks]
-    return hooked(*((block.module, partial(leave, block.index)) for block in blocks), before=starts)
+    blocks = [block for block in stream.sites.blocks if layers is None or block.layer in layers]
+    starts = [(block.module, partial(enter, block.layer)) for block in blocks]
+    return hooked(*((block.module, partial(leave, block.layer)) for block in blocks), before=starts)
 
 
 def see_blocks(stream: Stream, run: Callable[[], Any], hook: Hook) -> None:
@@ -335,9 +335,9 @@ class Stream:
     def settle(self, read: Tensor, returned: Tensor, x: Tensor) -> None:
         """Compare what block 2 reads, `x`, with what block 1 has read and returned; ends the pass if they differ."""
         if not same_tensor(x, returned) and x.shape == read.shape == returned.shape:
-            difference = _difference(read, returned, x)
-            if difference is not None:
-                raise difference
+            held = passes_on(read, returned, x)
+            if held in ("sum", "other"):
+                raise _Outside if held == "sum" else _Between
 
     def before(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """The stream that a block reads."""
@@ -354,7 +354,7 @@ class Stream:
         """
         x = self._read(args, kwargs)
         self._shape = x.shape
-        if self._is_sum is None and len(_like(output_tensor(output, x.shape), outputs_of(output))) > 1:
+        if self._is_sum is None and like(output_tensor(output, x.shape), outputs_of(output)):
             raise _TwoTensors
         if not self._is_sum:
             _require_whole(x, (*args, *kwargs.values()), output)
@@ -379,7 +379,7 @@ class Stream:
         before, after = self.before(args, kwargs), self.after(args, kwargs, output)
         require_rows(before)
         require_one_stream(before, after)
-        return before, after
+        return before.to(after.device), after  # blocks may be on several devices, and be handed what they move
 
     def returned(self, output: Any) -> list[Tensor]:
         """The tensors of a block's output whose sum is the stream."""
@@ -394,7 +394,7 @@ class Stream:
         x = x - self.before(args, kwargs) if self._is_outside else x
         self._shape = x.shape
         parts = self.returned(output)
-        if parts[0].shape != x.shape and len(_like(x, outputs_of(output))) > 1:
+        if parts[0].shape != x.shape and like(x, outputs_of(output)):
             raise NormlabError(
                 f"a block returns {' x '.join(map(str, parts[0].shape))} numbers before one of the stream's shape: "
                 "which of them it passes on cannot be told"
@@ -425,7 +425,7 @@ class Stream:
 
     def _parts(self, x: Tensor, values: Iterable[Any]) -> list[Tensor]:
         """The tensors among values whose sum is the stream; `x` is the first of them."""
-        parts = _like(x, values) if self._is_sum else [x]
+        parts = [x, *like(x, values)] if self._is_sum else [x]
         if len(parts) > 2:
             raise NormlabError(
                 f"a block is given or returns {len(parts)} tensors of the stream's shape: which two of them make up "
@@ -436,16 +436,6 @@ class Stream:
     @staticmethod
     def _sum(parts: Sequence[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-
-def _difference(read: Tensor, returned: Tensor, x: Tensor) -> type[_Outside | _Between] | None:
-    """What a tensor `x` of the shape of both is if it is not what a block has returned; None if it is."""
-    rows = Rows(returned)
-    rows.note_rounding(x)
-    before, found = (rows.of(one.to(returned.device)) for one in (read, x))
-    if before is None or not bool(rows.first.isfinite().all()) or rows.same(found, rows.first):
-        return None
-    return _Outside if rows.same(found, before + rows.first) else _Between
 
 
 class _After:
@@ -496,48 +486,42 @@ class _After:
 
     def _given(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
-            difference = self._compared(self._returned, value)
-            self._is_sum_read |= difference is _Outside
-            self._is_made_added |= any(self._compared(made, value) is _Outside for made in self._made)
-            if difference is None:
+            held = self._compared(self._returned, value)
+            self._is_sum_read |= held == "sum"
+            self._is_made_added |= any(self._compared(made, value) == "sum" for made in self._made)
+            if held in ("same", None):
                 self._readers.add(module)
 
     def _made_by(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if module in self._readers:
             self._readers.remove(module)
             made = find_output(output)
-            if self._compared(self._returned, made) is not None:
+            if self._compared(self._returned, made) not in ("same", None):
                 self._is_output_read = True
                 if made is not None and self._returned is not None and made.shape == self._returned.shape:
                     self._made.append(made.clone())
 
-    def _compared(self, returned: Tensor | None, x: Any) -> type[_Outside | _Between] | None:
-        """`_difference` of any value; what is no tensor of as many numbers is neither."""
+    def _compared(self, returned: Tensor | None, x: Any) -> str | None:
+        """`passes_on` of any value; what is no tensor of as many numbers is another."""
         read = self._read
         if read is None or returned is None or not is_activation(x):
-            return _Between
+            return "other"
         if read.shape != returned.shape or x.numel() != read.numel() or x.shape[-1] != read.shape[-1]:
-            return _Between
+            return "other"
         with torch._C.DisableTorchFunction():  # a look is no read of the model's
-            return _difference(read, returned, x.reshape(read.shape))
+            return passes_on(read, returned, x.reshape(read.shape))
 
 
 def _in_place_of(parts: Sequence[Tensor], x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What makes up the stream `x` in place of these parts: the widest is `x`, another is zero."""
+    """What makes up the stream `x` in place of these parts, where they are: the widest is `x`, another is zero."""
     widest = max(parts, key=lambda part: part.element_size())
-    return [(part, x.to(part.dtype) if part is widest else torch.zeros_like(part)) for part in parts]
-
-
-def _like(x: Tensor, values: Iterable[Any]) -> list[Tensor]:
-    """`x` and the other activations of its shape among values."""
-    return [x, *(value for value in others(x, values) if value.shape == x.shape)]
+    return [(part, x.to(part) if part is widest else torch.zeros_like(part)) for part in parts]
 
 
 def _require_whole(x: Tensor, values: Iterable[Any], output: Any) -> None:
     """Refuse a block that is given and returns two tensors of the stream's shape, both new: their sum may be it."""
-    given = _like(x, values)
-    returned = [value for value in outputs_of(output) if is_activation(value) and value.shape == x.shape]
-    new = [v for v in returned if not any(same_tensor(v, one) for one in given)]
+    given = [x, *like(x, values)]
+    new = [v for v in like(x, outputs_of(output)) if not any(same_tensor(v, one) for one in given)]
     if len(given) > 1 and len(new) > 1:
         raise NormlabError(
             "a block is given and passes on two tensors of the stream's shape, as where the residual is kept apart "
@@ -565,8 +549,8 @@ def return_zero(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
 def residual_in(args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor | None:
     """The residual among the arguments of a branch that returns it with what it adds: the last of two activations."""
     shape = output_tensor(output).shape
-    like = [v for v in (*args, *kwargs.values()) if is_activation(v) and v.shape == shape]
-    return like[-1] if 0 < len(like) < 3 else None
+    found = [v for v in (*args, *kwargs.values()) if is_activation(v) and v.shape == shape]  # it may be written into
+    return found[-1] if 0 < len(found) < 3 else None
 
 
 def return_residual(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

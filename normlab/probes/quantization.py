@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import IGNORED_LABEL, Batch, Runner, interval, row_means, token_losses
 from normlab.probes.passes import hooked
+from normlab.probes.returned_loss import IGNORED_LABEL
+from normlab.probes.runner import Batch, Runner, interval, row_means, token_losses
 from normlab.probes.sites import Sites
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _linear_layers(where: Sites) -> dict[nn.Module, int]:
             elif matrices and not isinstance(module, nn.Embedding):
                 place = f"{name}.{next(iter(matrices))}".removeprefix(".")
                 raise NormlabError(
-                    f"block {block.index} holds {place} in a {type(module).__name__}: only linear layers of floats in "
+                    f"block {block.layer} holds {place} in a {type(module).__name__}: only linear layers of floats in "
                     "memory are quantized, and this would stay as it is"
                 )
     if not found:

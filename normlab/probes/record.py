@@ -41,6 +41,7 @@ from normlab.probes.layout import (
     find_output,
     hidden_state,
     is_channels_first,
+    like,
     others,
     output_tensor,
     outputs_of,
@@ -138,7 +139,7 @@ def _beside(x: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """A second activation of the shape of `x` among a norm's arguments: a residual to add, or a gate."""
     if len(args) + len(kwargs) == 1:
         return None
-    return next((value for value in others(x, (*args, *kwargs.values())) if value.shape == x.shape), None)
+    return next(iter(like(x, (*args, *kwargs.values()))), None)
 
 
 class _Running(threading.local):
@@ -470,7 +471,7 @@ class Recorder:
     def _block_call(self, block: Block) -> Call | None:
         """The call that a block is about to run in, opened by the first block where none is open."""
         call = self._call
-        is_first = block.index == 1
+        is_first = block is self.sites.blocks[0]
         if self._local.is_left_out or (call is not None and not (call.implicit and is_first)):
             return call
         if self._local.entered or self._leaves_out(block.module):
@@ -586,7 +587,7 @@ class Recorder:
         call.tokens.rows_are_told()
         x = self._passed_on(block, args, kwargs, output)
         returned = others(x, outputs_of(output))
-        beside = next((value for value in returned if value.shape == x.shape), None)
+        beside = next(iter(like(x, returned)), None)
         following = self._after(block)
         stream, is_joined = x, False
         if beside is not None:
@@ -609,12 +610,12 @@ class Recorder:
         if watch is not None:
             self._measurer.attention(trace, watch)
         trace.release()
-        if call.implicit and block.index == self.sites.depth:
+        if call.implicit and block is self.sites.blocks[-1]:
             self._end_call(call, complete=True)
 
     def _after(self, block: Block) -> Block:
         """The block that reads what a block returns; for the last one itself."""
-        return self.sites.blocks[min(block.index, self.sites.depth - 1)]
+        return next((other for other in self.sites.blocks if other.layer == block.layer + 1), block)
 
     @staticmethod
     def _passed_on(block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor:
@@ -693,7 +694,7 @@ class Recorder:
         if x is None or out is None:
             return
         if _beside(x, args, kwargs) is not None:
-            returned = next((value for value in others(out, outputs_of(output)) if value.shape == x.shape), None)
+            returned = next(iter(like(out, outputs_of(output))), None)
             is_sum = returned is not None and (trace is None or trace.is_sum(norm, returned))
             self._norm_reads(block, norm, returned if is_sum and returned is not None else x, kwargs)
         if trace is not None:

@@ -59,27 +59,32 @@ class Block:
     """One residual block.
 
     Args:
-        index: counted from 1.
         layer: its place in the whole model, from 1: of some blocks, as in a stage of a pipeline, by the numbers in
             their names, where they are consecutive.
         name, module: the block.
-        attention, mlp: the modules whose output is added to the residual stream, as far as structure tells.
         norms: the norms at the branches' sides.
         branches: all working parts.
         inner_norms: norms inside the branches; they count where they read the stream.
         activations: nonlinearities outside the branches, which may bend the sum itself (ResNet).
     """
 
-    index: int
+    layer: int
     name: str
     module: nn.Module
-    attention: nn.Module | None = None
-    mlp: nn.Module | None = None
     norms: tuple[nn.Module, ...] = ()
     branches: tuple[Branch, ...] = ()
     inner_norms: tuple[nn.Module, ...] = ()
     activations: tuple[nn.Module, ...] = ()
-    layer: int = 0
+
+    @property
+    def attention(self) -> nn.Module | None:
+        """The module whose output is added to the residual stream, as far as structure tells."""
+        return next((branch.module for branch in self.branches if branch.kind == "attn"), None)
+
+    @property
+    def mlp(self) -> nn.Module | None:
+        """The same of the MLP; a bare one ends in its down projection."""
+        return next((branch.module for branch in reversed(self.branches) if branch.kind == "mlp"), None)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,16 @@ class Sites:
     def depth(self) -> int:
         """Number of blocks."""
         return len(self.blocks)
+
+    @property
+    def layers(self) -> range:
+        """The places of the blocks in the whole model."""
+        return range(self.blocks[0].layer, self.blocks[-1].layer + 1)
+
+    @property
+    def stream_layers(self) -> range:
+        """The layers of h_0 .. h_L: the one before the blocks, and theirs."""
+        return range(self.layers.start - 1, self.layers.stop)
 
     @property
     def model(self) -> nn.Module:
@@ -120,7 +135,7 @@ class Sites:
             others = [branch for branch in block.branches if branch.kind in ("cross", "mixer")]
             parts += [f"{branch.kind} {self.names.get(branch.module, branch.name)}" for branch in others]
             parts += [f"norm {self.names[norm]}" for norm in block.norms]
-            lines.append(f"  block {block.index} {block.name}: " + ", ".join(parts))
+            lines.append(f"  block {block.layer} {block.name}: " + ", ".join(parts))
         lines += [f"  outside: norm {self.names[norm]}" for norm in self.outer_norms]
         return "\n".join(lines + [f"  not found: {kind}" for kind in self.missing])
 
@@ -184,10 +199,10 @@ def _sites(
     names: dict[nn.Module | None, str] = {module: name for name, module in model.named_modules()}
     blocks = []
     first = _blocks_before(model, [names[module] for module in chosen])
-    for index, module in enumerate(chosen, start=1):
+    for layer, module in enumerate(chosen, start=first + 1):
         named = {kind: _inside(module, names, name) for kind, name in branches.items() if name}
         own = None if norms is None else [_inside(module, names, name) for name in norms]
-        blocks.append(replace(_block(index, names[module], module, named, own), layer=first + index))
+        blocks.append(_block(layer, names[module], module, named, own))
     inside = {module for block in chosen for module in block.modules()}
     mine = [names[block] for block in chosen]
     others = [name for stack in stacks_of(model).values() if not inside & set(stack.values()) for name in stack]
@@ -244,7 +259,7 @@ def _is_for(norm: str, mine: list[str], others: list[str]) -> bool:
 
 
 def _block(
-    index: int, name: str, module: nn.Module, named: dict[str, nn.Module], norms: list[nn.Module] | None
+    layer: int, name: str, module: nn.Module, named: dict[str, nn.Module], norms: list[nn.Module] | None
 ) -> Block:
     """Sort a block's parts. `named` and `norms` are those that the caller gave by name."""
     given = set(named.values())
@@ -259,11 +274,9 @@ def _block(
                 norms += [norm for norm in norms_below(branch.whole) if norm not in inside]
         inner = [norm for norm in norms_below(module) if norm not in norms]
     return Block(
-        index,
+        layer,
         name,
         module,
-        next((b.module for b in branches if b.kind == "attn"), None),
-        next((b.module for b in reversed(branches) if b.kind == "mlp"), None),  # a bare MLP ends in its down projection
         tuple(norms),
         tuple(branches),
         tuple(inner),

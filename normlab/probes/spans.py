@@ -12,26 +12,19 @@ import torch
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes.experiments import (
-    Batch,
-    Change,
-    Part,
-    Runner,
-    listed,
-    part_changes,
-    skip_costs,
-    skip_sensitivity,
-)
 from normlab.probes.geometry import angular_distance
 from normlab.probes.kept_pass import KeptPass
 from normlab.probes.passes import evaluating
+from normlab.probes.runner import Batch, Runner, listed
 from normlab.probes.sites import Sites, sites
+from normlab.probes.skipping import Change, Part, part_changes, skip_costs, skip_sensitivity
 
 if TYPE_CHECKING:
     import pandas
 
 CANDIDATES = 6  # spans of each length whose cost is measured: those that turn the stream least
 BRANCHES = ("attention", "mlp")
+COSTS = ("skip_delta_loss", "standard_error", "low", "high", "tokens")  # columns of both tables
 
 
 def cheapest_spans(
@@ -68,13 +61,12 @@ def cheapest_spans(
 
     where = model if isinstance(model, Sites) else sites(model)
     _require_counts(candidates=candidates, longest=longest)
-    all_batches = listed(batches)
-    choosing, measuring = all_batches[::2], all_batches[1::2] or all_batches
+    choosing, measuring = _halves(batches)
     longest = where.depth // 2 if longest is None else longest
     if not 1 <= longest < where.depth:
         raise NormlabError(f"a span of 1 to {where.depth - 1} blocks can be dropped of {where.depth}, not of {longest}")
-    if [block.layer for block in where.blocks] != list(range(1, where.depth + 1)):
-        first, last = where.blocks[0].layer, where.blocks[-1].layer
+    first, last = where.layers[0], where.layers[-1]
+    if first > 1:
         raise NormlabError(f"spans are of all blocks of a model: these are {where.depth} of it, {first} to {last}")
     angles = angular_distance(where, choosing, progress=progress)
     runner = Runner(where, choosing[:1], False, "")
@@ -94,11 +86,17 @@ def cheapest_spans(
         last = best + length - 1
         ranges = [[0, best - 1], [last, where.depth]]
         row = {"length": length, "first": best, "last": last}
-        row |= {name: measured[name] for name in ("skip_delta_loss", "standard_error", "low", "high", "tokens")}
+        row |= {name: measured[name] for name in COSTS}
         rows.append(row | {"start": best - 1, "stop": last, "keep": [r for r in ranges if r[0] < r[1]]})
     if not rows:
         raise NormlabError("later blocks read what every span makes besides the stream: none can be dropped")
     return pandas.DataFrame(rows)
+
+
+def _halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Every second batch, to choose on, and the others, to measure on; a single one for both."""
+    found = listed(batches)
+    return found[::2], found[1::2] or found
 
 
 def _require_counts(**given: int | None) -> None:
@@ -148,8 +146,7 @@ def cheapest_branches(
 
     where = model if isinstance(model, Sites) else sites(model)
     _require_counts(candidates=candidates, most=most)
-    all_batches = listed(batches)
-    choosing, measuring = all_batches[::2], all_batches[1::2] or all_batches
+    choosing, measuring = _halves(batches)
     changes: dict[Part, Change] = {}
 
     def costs(batches: Sequence[Batch], sets: Iterable[tuple[Part, ...]] | None = None) -> pandas.DataFrame:
@@ -178,17 +175,16 @@ def cheapest_branches(
     while len(left_out) < most:
         tried = costs(choosing, [(*left_out, one) for one in order if one not in left_out][:candidates])
         left_out = _cheapest(tried)["skipped"]
-    place = {block.index: block.layer for block in where.blocks}
     measured = costs(measuring, [left_out[:size] for size in range(1, most + 1)])
     rows = []
     for row in measured.to_dict("records"):
         part, layer = row["skipped"][-1]
-        numbers = {name: row[name] for name in ("skip_delta_loss", "standard_error", "low", "high", "tokens")}
+        numbers = {name: row[name] for name in COSTS}
         lists = {
-            name: [place[index] - 1 for kind, index in row["skipped"] if kind == one]
+            name: [layer - 1 for kind, layer in row["skipped"] if kind == one]
             for name, one in (("drop_attn_list", "attention"), ("drop_mlp_list", "mlp"))
         }
-        rows.append({"dropped": len(row["skipped"]), "part": part, "layer": place[layer]} | numbers | lists)
+        rows.append({"dropped": len(row["skipped"]), "part": part, "layer": layer} | numbers | lists)
     return pandas.DataFrame(rows)
 
 

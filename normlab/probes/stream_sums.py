@@ -62,7 +62,7 @@ class Sum:
 
 
 class Rows:
-    """The same few tokens of every tensor of a block, as float64.
+    """The same few tokens of every tensor of a block, as float64 on the device of the first.
 
     Attributes:
         first: those of the tensor that the block reads.
@@ -73,6 +73,7 @@ class Rows:
         self.width, self.shape = like.shape[-1], like.shape
         self.tokens = like.numel() // max(1, self.width)
         step = max(1, self.tokens // CHECKED)
+        self._device = like.device
         self._few = slice(max(0, -(-self.tokens // step) - CHECKED) * step, None, step)
         self._seen: list[tuple[Tensor, Tensor]] = []  # tensors and their rows
         self.first = self._taken(like)
@@ -96,7 +97,7 @@ class Rows:
         return self._taken(x)
 
     def _taken(self, x: Tensor) -> Tensor:
-        rows = x.detach().reshape(self.tokens, self.width)[self._few].to(torch.float64, copy=True)
+        rows = x.detach().reshape(self.tokens, self.width)[self._few].to(self._device, torch.float64, copy=True)
         for seen, kept in self._seen:  # the same object, so that `same` need not compare
             if seen is x and torch.equal(kept, rows):  # PyTorch does not count every write in place
                 return kept
@@ -128,6 +129,19 @@ class Rows:
         # In half precision one may have been rounded once more. A small branch moves small elements further.
         further = (a - b).abs() - _noise([a, b], self.eps) / 2
         return size_of(further.clamp(min=0)) <= fine * size
+
+
+def passes_on(read: Tensor, returned: Tensor, x: Tensor) -> str | None:
+    """What a tensor `x` of the shape of `returned` holds of a block: "same" as it has returned; the "sum" of that and
+    what it has read; any "other"; None where no row that it has returned is finite."""
+    rows = Rows(returned)
+    rows.note_rounding(x)
+    before, found = rows.of(read), rows.of(x)
+    if not bool(rows.first.isfinite().all(1).any()):
+        return None
+    if rows.same(found, rows.first):
+        return "same"
+    return "sum" if before is not None and rows.same(found, before + rows.first) else "other"
 
 
 def size_of(x: Tensor) -> float:

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
 from normlab.files import whole_files
-from normlab.probes.experiments import evaluating
+from normlab.probes.passes import evaluating
 from normlab.report.inputs import Batches, Loaded, batches, check_input, check_size, load
 from normlab.report.measure import Measured, Recorded, count_rows, experiment, layers_mapped, measure, text_states
 

@@ -104,7 +104,7 @@ def _cheapest(one: Measured) -> str:
     if "angular_distance" not in one.tables or one.where.depth < 2:
         return ""
     angles = one.tables["angular_distance"]
-    turns = pd.Series({layer: float(angles.loc[layer - 1, layer]) for layer in range(1, one.where.depth + 1)})
+    turns = pd.Series({layer: float(angles.loc[layer - 1, layer]) for layer in one.where.layers})
     if turns.isna().any():
         return ""
     least = turns.idxmin()

@@ -36,8 +36,8 @@ from normlab.probes import (
     skip_future_effect,
     skip_sensitivity,
 )
-from normlab.probes.experiments import Runner, evaluating, token_losses
-from normlab.probes.passes import device_of
+from normlab.probes.passes import device_of, evaluating
+from normlab.probes.runner import Runner, token_losses
 from normlab.runs import EXPERIMENT_COLUMNS as COLUMNS
 from normlab.schemes import get_scheme
 

@@ -36,8 +36,8 @@ from torch import nn
 
 from normlab.models.block import whole
 from normlab.probes import record
-from normlab.probes.experiments import evaluating, token_losses
-from normlab.probes.passes import device_of
+from normlab.probes.passes import device_of, evaluating
+from normlab.probes.runner import token_losses
 from normlab.runs import Row, rows_of, stats_frame
 from normlab.training.config import TrainConfig
 from normlab.training.loop import Step, Training, block_order

@@ -16,9 +16,8 @@ from normlab.errors import NormlabError, first_fault
 from normlab.figures.one_model import MEASURED, Answer
 from normlab.norms.gain import gain_centre, gain_names
 from normlab.probes import record, sites
-from normlab.probes.experiments import evaluating
 from normlab.probes.layout import hidden_state, output_tensor, with_output
-from normlab.probes.passes import device_of
+from normlab.probes.passes import device_of, evaluating
 from normlab.probes.sites import Block
 
 KINDS = {"attention": "attn", "mlp": "mlp"}  # a branch's name in a change, and in blocks and probes
@@ -93,15 +92,16 @@ def changed(model: nn.Module, change: Change) -> Iterator[None]:
     Raises:
         NormlabError: a layer that the model lacks, or a branch that returns the stream with itself added.
     """
-    blocks = sites(model).blocks
-    if wrong := [layer for layer in change.layers if not 1 <= layer <= len(blocks)]:
-        raise NormlabError(f"no block {wrong[0]} to change: the model has blocks 1 to {len(blocks)}")
-    own = {block.index: change.at(block.index) for block in blocks}
+    where = sites(model)
+    blocks, layers = where.blocks, where.layers
+    if wrong := [layer for layer in change.layers if layer not in layers]:
+        raise NormlabError(f"no block {wrong[0]} to change: the model has blocks {layers[0]} to {layers[-1]}")
+    own = {layer: change.at(layer) for layer in layers}
     dims = any(one.attention != 1.0 or one.mlp != 1.0 for one in own.values())
     written = _written(model) if dims and not hasattr(blocks[0].module, "norm_at") else {}
     with ExitStack() as undo:
         for block in blocks:
-            _change_block(block, own[block.index], undo, written)
+            _change_block(block, own[block.layer], undo, written)
         yield
 
 
@@ -123,7 +123,7 @@ def _change_block(block: Block, own: LayerChange, undo: ExitStack, written: Writ
     written: of a block that is not ours, the modules that a dimmer acts on.
     """
     if own.gain != 1.0 and not block.norms:
-        raise NormlabError(f"block {block.index} has no norm whose gain could change")
+        raise NormlabError(f"block {block.layer} has no norm whose gain could change")
     for norm in block.norms:
         change_norm(norm, own, undo)
         if own.exact and getattr(norm, "takes_mean_square", False):
@@ -178,14 +178,14 @@ def _reduce_own(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
 def _writers(block: Block, part: str, written: Written) -> list[nn.Module]:
     """The modules whose outputs join the stream: output norms of "attention" or "mlp", or those branches themselves."""
     norm_at, kind = getattr(block.module, "norm_at", None), KINDS[part]
-    forms = written.get((kind, block.index), {})
+    forms = written.get((kind, block.layer), {})
     if norm_at is not None:
         branch = norm_at(f"{kind}_out") or getattr(block, part)
         forms = {} if branch is None else {branch: "added"}
     if "contained" in forms.values():
-        raise NormlabError(f"block {block.index}'s {part} returns the stream with itself added: it cannot be dimmed")
+        raise NormlabError(f"block {block.layer}'s {part} returns the stream with itself added: it cannot be dimmed")
     if not forms:
-        raise NormlabError(f"block {block.index} has no {part} to dim")
+        raise NormlabError(f"block {block.layer} has no {part} to dim")
     return [*forms]
 
 

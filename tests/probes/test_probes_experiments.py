@@ -22,7 +22,8 @@ from normlab.probes import (
     skip_future_effect,
     skip_sensitivity,
 )
-from normlab.probes.experiments import hooked, mean_and_error
+from normlab.probes.passes import hooked
+from normlab.probes.runner import mean_and_error
 from normlab.probes.sites import sites, stacks
 
 QUIET = {"progress": False}
@@ -364,6 +365,16 @@ def test_the_usual_batch_of_an_encoder_and_decoder_is_measured(t5):
     batch = token_batch()
     table = skip_sensitivity(stacks(t5)["decoder.block"], [batch], **QUIET)
     assert table["loss"][0] == pytest.approx(float(t5(**batch).loss), abs=1e-5)
+
+
+def test_the_vectors_of_a_decoders_tokens_may_be_given(t5):
+    batch = token_batch()
+    vectors = t5.shared(t5.prepare_decoder_input_ids_from_labels(labels=batch["labels"])).detach()
+    found, expected = (
+        skip_sensitivity(stacks(t5)["decoder.block"], [given], layers=[1], **QUIET)["loss"].item()
+        for given in (batch | {"decoder_inputs_embeds": vectors}, batch)
+    )
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("stack", ["model.encoder.layers.*", "model.decoder.layers.*"])

@@ -207,7 +207,7 @@ def test_an_image_as_wide_as_a_norm_has_channels_keeps_its_channels(side):
     pixels = torch.randn(2, 3, side, side)
     for block in sites(model).blocks:
         table, (out,), _ = recorded(model, lambda: model(pixels), block.module, ("token_l2_mean",))
-        assert table["block_out", block.index, "token_l2_mean", "all"] == size(out.movedim(1, -1)), block.name
+        assert table["block_out", block.layer, "token_l2_mean", "all"] == size(out.movedim(1, -1)), block.name
 
 
 def longformer():

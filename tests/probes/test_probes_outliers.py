@@ -7,6 +7,7 @@ from probe_zoo import tiny_llama
 
 import normlab
 from normlab.errors import NormlabError
+from normlab.probes import outliers
 
 SINK, LENGTH = 7, 40  # a token, and the tokens of a row
 
@@ -133,6 +134,20 @@ def test_a_token_that_few_queries_see_is_no_sink(batch):
     few = normlab.attention_sinks(tiny_llama(), batch, threshold=0.02, queries=1)
     assert few.mask[:, -1].all()
     assert not normlab.attention_sinks(tiny_llama(), batch, threshold=0.02).mask[:, -15:].any()
+
+
+@pytest.mark.parametrize("failing", [[2], [1, 2, 3]])
+def test_an_error_in_a_blocks_scores_is_said_and_its_layer_is_not_left_out(batch, monkeypatch, failing):
+    model, reduce = tiny_llama(), outliers._KeyWatch.reduce
+
+    def fail(watch, chunks):
+        if any(watch._block is model.model.layers[layer - 1] for layer in failing):
+            raise RuntimeError("out of memory")
+        return reduce(watch, chunks)
+
+    monkeypatch.setattr(outliers._KeyWatch, "reduce", fail)
+    with pytest.raises(NormlabError, match=f"the attention of block {failing[0]} is not known: out of memory"):
+        normlab.attention_sinks(model, batch)
 
 
 def test_attention_that_cannot_be_seen_is_one_line(batch):

@@ -174,7 +174,7 @@ def test_attention_is_left_out_where_a_rank_has_a_part_of_the_heads(shard, is_sp
     assert lost == ({"attention 1", "attention 2"} if is_split else set())
     assert ("attention_entropy" in set(stats.to_pandas()["metric"])) is not is_split
     if is_split:
-        with pytest.raises(NormlabError, match="splits its heads over ranks.*give a model that is not split"):
+        with pytest.raises(NormlabError, match="block 1 is not known: tensor parallelism splits its heads"):
             attention_sinks(model, token_batch(), queries=1)
 
 

@@ -2,8 +2,10 @@
 
 import types
 from collections import OrderedDict, namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import pandas
 import pytest
@@ -12,6 +14,7 @@ import transformers as hf
 from probe_zoo import DEPTH, batch_for, build, ours
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
+from two_devices import TwoDevices, move
 
 import normlab
 from normlab.errors import NormlabError
@@ -218,6 +221,21 @@ def test_where_the_model_adds_the_residual_the_sum_is_recorded(in_place, ends_in
     assert tables[0] == pytest.approx(right, rel=1e-5)
 
 
+def test_a_token_that_is_not_finite_does_not_hide_that_the_model_adds_the_residual():
+    model, batch = AddingModel(Update), {"input_ids": IDS["input_ids"].clone()}
+    batch["input_ids"][0, -1], batch["labels"] = 1, batch["input_ids"].clone()
+    batch["labels"][0] = -100
+    with torch.no_grad():
+        model.embed.weight[1] = torch.inf
+        whole = model(batch["input_ids"])
+        for i, delta in enumerate(skip_sensitivity(model, [batch], **QUIET)["skip_delta_loss"]):
+            hook = model.layers[i].register_forward_hook(lambda m, args, output: 0 * output)
+            skipped = model(batch["input_ids"])
+            hook.remove()
+            losses = [nn.functional.cross_entropy(x[1, :-1], batch["input_ids"][1, 1:]) for x in (skipped, whole)]
+            assert delta == pytest.approx(float(losses[0] - losses[1]), abs=1e-6)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_of_one_block_the_final_norm_tells_that_the_model_adds_the_residual(in_place):
     model = AddingModel(Update, depth=1)
@@ -243,7 +261,7 @@ def test_of_one_block_any_module_after_it_tells_else_its_sum_or_it_is_refused():
     whole = normlab.angular_distance(plain, [IDS], **QUIET)
     for model, layer in ((plain, 2), (adding, 2), (adding, 3)):
         one = normlab.angular_distance(sites(model, f"layers.{layer - 1}"), [IDS], **QUIET)
-        assert one.loc[0, 1] == pytest.approx(whole.loc[layer - 1, layer], rel=1e-5)
+        assert one.loc[layer - 1, layer] == pytest.approx(whole.loc[layer - 1, layer], rel=1e-5)
     for model in (Toy(depth=1), AddingModel(Update, depth=1)):  # the head tells
         model.norm = nn.Identity()
         assert normlab.angular_distance(model, [IDS], **QUIET).loc[0, 1] == pytest.approx(whole.loc[0, 1], rel=1e-5)
@@ -739,3 +757,41 @@ def test_several_streams_are_refused():
         for model in (Streams(), Wide(Wide.Block)):
             with pytest.raises(NormlabError, match="several residual streams"):
                 experiment(model, [IDS], **QUIET)
+
+
+class Attention(nn.Linear):
+    """Each token attends to those so far."""
+
+    def forward(self, x):
+        x = super().forward(x)[:, None]
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0]
+
+
+class Attending(Block):
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention(16, 16)
+
+
+def test_blocks_may_be_on_several_devices(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
+    found = []
+    for is_split in (False, True):
+        model = Toy(Attending)
+        norm = model.norm.forward
+        model.norm.forward = lambda x, norm=norm: norm(x.cpu())
+        if is_split:
+            move(model.layers[2])
+        with TwoDevices() if is_split else nullcontext():
+            values = [
+                skip_sensitivity(model, [IDS], parts=["block", "attention"], **QUIET)["skip_delta_loss"],
+                skip_future_effect(model, [IDS], **QUIET)["value"],
+                normlab.logit_lens_kl(model, [IDS], **QUIET)["value"],
+                normlab.angular_distance(model, [IDS], **QUIET).to_numpy().ravel(),
+                jacobian_identity(model, [IDS], probes=1, **QUIET)["value"],
+                void_tokens(model, [IDS], **QUIET)["value"],
+                normlab.massive_activations(model, IDS, least=0, ratio=3).table["value"],
+                normlab.attention_sinks(model, IDS, threshold=0, queries=1).table["weight"],
+            ]
+        found.append([*chain.from_iterable(values)])
+    assert found[1] == pytest.approx(found[0], rel=1e-5, abs=1e-7)

@@ -402,6 +402,34 @@ def test_rows_are_told_by_the_tokens_where_there_are_as_many_as_tokens(turned, r
     assert found == expected(model.embed(ids), mask, first) and not absent
 
 
+def test_experiments_refuse_tokens_under_a_name_of_their_own_that_the_model_turns():
+    class Turning(Text):
+        def forward(self, src):
+            h = nn.functional.embedding(src, self.embed.weight)
+            return self.body(h.transpose(0, 1)).transpose(0, 1) if self.turned else self.body(h)
+
+    batches = [{"src": IDS}]
+    assert angular_distance(Turning(), batches, tokens="last", progress=False).notna().all(axis=None)
+    with pytest.raises(NormlabError, match=r"the blocks hold \(length, batch, width\)"):
+        angular_distance(Turning(True), batches, tokens="last", progress=False)
+
+
+def test_experiments_leave_out_first_tokens_where_records_do():
+    model, batch = Text(), {"input_ids": torch.arange(1, 10).view(3, 3)}
+    assert angular_distance(model, [batch], progress=False).notna().all(axis=None)
+    with pytest.raises(NormlabError, match="cannot be told"):
+        angular_distance(model, [batch], tokens="no_first", progress=False)
+    late = [{"tokens": torch.arange(1, 7).view(2, 3), "pad": pad} for pad in torch.ones(2, 2, 3)]
+    late[1]["pad"][0, 2] = 0
+
+    class Padded(Text):
+        def forward(self, tokens, pad):
+            return super().forward(tokens)
+
+    with pytest.raises(NormlabError, match="give mask='pad'"):
+        angular_distance(Padded(), late, progress=False)
+
+
 def test_rows_that_nothing_tells_keep_what_does_not_depend_on_them():
     model, ids = Text(), torch.arange(1, 10).view(3, 3)
     found, absent = sizes(model, ids)

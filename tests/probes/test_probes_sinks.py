@@ -280,7 +280,7 @@ def test_a_block_that_attends_to_a_memory_alone_has_no_attention_over_its_tokens
 def test_a_softmax_over_as_many_streams_as_rows_and_tokens_is_no_attention():
     with AttentionWatch() as watch:
         streams(4, 4)()
-    assert watch.found([(4, 4)]) is None and "4 x 4 queries" in watch.unfit()
+    assert watch.found([(4, 4)]) is None and "4 x 4 queries" in watch.reason()
 
 
 class Torchs(nn.Module):

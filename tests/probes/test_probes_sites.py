@@ -5,11 +5,25 @@ from collections import Counter
 import pytest
 import torch
 import transformers
-from probe_zoo import DEPTH, MODELS, batch_for, build, ours, run, tiny_llama, values
+from probe_toys import measured
+from probe_zoo import DEPTH, MODELS, batch_for, build, ours, run, tiny_llama, token_batch, values
 from torch import nn
 
 from normlab.errors import NormlabError
-from normlab.probes import record, sites, stacks
+from normlab.probes import (
+    angular_distance,
+    cheapest_branches,
+    jacobian_identity,
+    layer_maps,
+    logit_lens_kl,
+    massive_activations,
+    record,
+    sites,
+    skip_future_effect,
+    skip_sensitivity,
+    stacks,
+    void_tokens,
+)
 from normlab.schemes import STUDIED
 
 PRE_NORM = {"block_out": 4, "attn_norm_in": 3, "mlp_norm_in": 3, "final_norm_in": 1, "attn": 3, "mlp": 3, "block": 3}
@@ -158,3 +172,26 @@ def test_a_layer_scale_and_a_query_norm_are_no_norm_sites():
 
     assert not is_norm(LayerScale()) and not is_norm(nn.Dropout())
     assert is_norm(nn.LayerNorm(8, elementwise_affine=False))
+
+
+def test_some_blocks_of_a_model_have_the_numbers_that_they_have_in_it_everywhere():
+    model, batches, quiet = tiny_llama(num_hidden_layers=5), [batch_for("llama")] * 2, {"progress": False}
+    some = sites(model, "model.layers.[23]")
+    assert list(some.layers) == [3, 4] and "block 3 model.layers.2" in str(some)
+    assert {layer for _, layer, *_ in measured(some, ["token_l2_mean"], **batches[0])[0]} == {2, 3, 4}
+    whole = skip_sensitivity(model, batches, parts=["block", "mlp"], layers=[3, 4], **quiet)
+    part = skip_sensitivity(some, batches, parts=["block", "mlp"], **quiet)
+    assert part["layer"].tolist() == whole["layer"].tolist() == [3, 4, 3, 4]
+    assert part["skip_delta_loss"].tolist() == pytest.approx(whole["skip_delta_loss"].tolist(), rel=1e-5)
+    with pytest.raises(NormlabError, match="no span of 2 from layer 4: layers are 3 to 4"):
+        skip_sensitivity(some, batches, span=2, layers=[4], **quiet)
+    assert cheapest_branches(some, batches, **quiet)["layer"].item() in (3, 4)
+    assert skip_future_effect(some, batches, **quiet)[["skipped", "layer"]].to_numpy().tolist() == [[3, 4]]
+    assert jacobian_identity(some, batches, **quiet)["layer"].tolist() == [3, 4]
+    assert logit_lens_kl(some, batches, **quiet)["layer"].tolist() == [2, 3, 4]
+    assert void_tokens(some, batches, **quiet)["layer"].tolist() == [3, 4, 3, 4]
+    assert set(massive_activations(some, batches[0], least=0, ratio=0).table["layer"]) == {2, 3, 4}
+    angles, expected = angular_distance(some, batches, **quiet), angular_distance(model, batches, **quiet)
+    assert (angles - expected.loc[2:4, 2:4]).abs().max(axis=None) < 1e-6 and list(angles) == [2, 3, 4]
+    maps = layer_maps(some, model, [token_batch(rows=16)], **quiet)
+    assert list(maps.index) == [2, 3, 4] and maps.loc[2, 2] < 1e-6 < maps.loc[2, 3]

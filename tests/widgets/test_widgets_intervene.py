@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from browser_helpers import page_in
+from probe_toys import WIDTH, PreLN
 from tokenizers import Tokenizer
+from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import (
     BloomConfig,
@@ -549,3 +551,28 @@ def test_gains_and_dimmers_of_other_models_are_what_they_say():
         skip_mlp = Change(mlp=0)
         with changed(MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2)), skip_mlp):
             pass
+
+
+def test_a_branch_of_a_block_that_stands_later_in_a_model_is_dimmed_by_its_number_there():
+    class Stage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.layers = nn.Embedding(50, WIDTH), nn.ModuleDict({"4": PreLN(), "5": PreLN()})
+
+        def forward(self, input_ids):
+            h = self.embed(input_ids)
+            for block in self.layers.values():
+                h = block(h)
+            return h
+
+    stage = Stage()
+    with torch.no_grad():
+        with changed(stage, Change(layers={6: {"mlp": 0}})):
+            found = stage(TOKENS)
+        expected = stage.layers["5"].middle(stage.layers["4"](stage.embed(TOKENS)))
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(NormlabError, match="no block 1 to change: the model has blocks 5 to 6"), changed(
+        stage, Change(layers={1: {"mlp": 0}})
+    ):
+        pass

@@ -1,15 +1,8 @@
-"""Experiments on a model: run it over batches, and measure what it loses when a part is skipped.
-
-Skipping a block is a forward hook that returns the block's input, or zero where the model adds the residual itself,
-x + block(x). That equals deleting it, but every other layer keeps its index (LNS's scales stay). Skipping attention or
-the MLP adds zero in its place, after the branch's output norm where there is one.
-"""
+"""Run a model over batches, look at its layers, and average over rows with standard errors: what experiments share."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -22,35 +15,20 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from normlab.errors import NormlabError
-from normlab.probes.call_inputs import CallInputs, TokenMask, call_arguments, given_mask, mask_by_row
-from normlab.probes.call_tokens import UNTOLD, CallTokens
-from normlab.probes.kept_pass import KeptPass
-from normlab.probes.layout import is_turned, require_by_token, takes_length_first, token_masks
-from normlab.probes.passes import (
-    Hook,
-    Stream,
-    called,
-    device_of,
-    evaluating,
-    hooked,
-    on_blocks,
-    residual_in,
-    return_residual,
-    return_zero,
-    see_blocks,
-    without_head,
-)
+from normlab.probes.block_trace import KnownBlock
+from normlab.probes.call_inputs import CallInputs, TokenMask, call_arguments, given_mask, mask_by_row, signature_of
+from normlab.probes.call_tokens import NO_FIRST, TOKENS_OF, UNTOLD, CallTokens
+from normlab.probes.layout import require_by_token, takes_length_first
+from normlab.probes.metrics import MASKS
+from normlab.probes.passes import Stream, called, device_of, evaluating, hooked, see_blocks, without_head
 from normlab.probes.record import record
-from normlab.probes.returned_loss import IGNORED_LABEL, labels_averaged, loss_and_logits
+from normlab.probes.returned_loss import CHUNK, IGNORED_LABEL, labels_averaged, loss_and_logits
 from normlab.probes.sites import Sites, sites
 
 if TYPE_CHECKING:
     import pandas
 
 Z95 = NormalDist().inv_cdf(0.975)
-LOGIT_CHUNK = 1 << 22  # 16 MiB of float32 logits at a time
-PARTS = ("block", "attention", "mlp")
-PART_OF = {"attn": "attention", "mlp": "mlp"}
 _MAKES_TOKENS = "prepare_decoder_input_ids_from_labels"  # a method of transformers' encoder-decoders, not of all
 _OF_TEXT = {"input_ids", "input", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids"}
 Batch = dict[str, Any]
@@ -79,6 +57,12 @@ def mean_and_error(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 def interval(mean: float, error: float) -> dict[str, float]:
     """Columns `standard_error`, `low`, `high`: the normal 95% interval."""
     return {"standard_error": error, "low": mean - Z95 * error, "high": mean + Z95 * error}
+
+
+def with_errors(table: pandas.DataFrame, errors: pandas.DataFrame) -> pandas.DataFrame:
+    """The table, with `errors` and the half-widths of the normal 95% intervals in its `.attrs`."""
+    table.attrs.update(standard_error=errors, half_width_95=Z95 * errors)
+    return table
 
 
 def table_of(rows: Iterable[dict[str, Any]], mean: Tensor, error: Tensor) -> pandas.DataFrame:
@@ -110,14 +94,13 @@ class Runner:
         accepted = self._accepted = _arguments(self.sites)
         self._coder = next((m for m in self.sites.ancestors if _is_encoder_decoder(m)), None)
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
-        own = inspect.signature(self.model.forward).parameters.items()
+        own = signature_of(self.model).parameters.items()
         self._withheld = {"labels", "shift_labels"} - {name for name, p in own if p.default is inspect.Parameter.empty}
         self._renamed = {"input_ids": "input"} if "input" in accepted and "input_ids" not in accepted else {}
         self._shifted: bool | None = None  # None until it has been found out
-        self._mask_name: str | None = "attention_mask"
-        self._turned: bool | None = None  # the stream is (length, batch, width); None until it has been seen
-        self._is_given_turned: bool | None = False  # the batches are (length, batch); None where that cannot be told
-        self._is_untold = False  # whether the stream and the batches are
+        self._tokens = CallTokens(CallInputs())  # of the first batch, where it had to be recorded
+        self._counting: tuple[Batch, CallTokens] = ({}, self._tokens)  # the latest batch whose tokens were counted
+        self._first_block = KnownBlock(False, takes_length_first(self.sites.blocks[0].module))
         self._own_names: dict[str, str] = {}  # the batch's, of what inner modules are handed under known ones
 
     def __iter__(self) -> Iterator[Batch]:
@@ -131,7 +114,7 @@ class Runner:
             if isinstance(labels, Tensor) and not labels.is_floating_point():
                 moved["labels"] = labels.long()  # as cross-entropy takes them
             moved |= self._made_of_labels(moved)
-            has_attention = takes_length_first(self.sites.blocks[0].module) is not None  # which tells how rows are held
+            has_attention = self._first_block.takes_length_first is not None  # which tells how rows are held
             if seen == 0 and (moved.keys() - _OF_TEXT or self._coder is not None or has_attention):
                 self._find_names(moved)
             seen += 1
@@ -140,9 +123,10 @@ class Runner:
             raise NormlabError("there is no batch to run: give at least one dict of the model's arguments")
 
     def _made_of_labels(self, batch: Batch) -> Batch:
-        """The decoder's tokens, and their mask, that a model makes of labels as it runs; none if it need not.
+        """The decoder's tokens, and their mask, that a model makes of labels; none if it need not.
 
-        Whisper and M2M100 make tokens, Pix2Struct a mask too. The pass ends where they are seen.
+        Most have a method for it. Whisper and M2M100 make tokens as they run, Pix2Struct a mask too: that pass ends
+        where they are seen.
 
         Raises `NormlabError` where no module inside is handed them.
         """
@@ -151,8 +135,10 @@ class Runner:
         needs = {"labels", "decoder_input_ids"} <= self._accepted
         needs = needs and not given & {"decoder_input_ids", "decoder_inputs_embeds"}
         is_text = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
-        if self._coder is None or not needs or not is_text or hasattr(self._coder, _MAKES_TOKENS):
+        if self._coder is None or not needs or not is_text:
             return {}
+        if (make := getattr(self._coder, _MAKES_TOKENS, None)) is not None:
+            return {"decoder_input_ids": make(labels=labels)}
         made: Batch = {}
 
         def see(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -167,7 +153,7 @@ class Runner:
 
         inside = [(module, see) for module in self._coder.modules() if module is not self._coder]
         with suppress(_Made), torch.no_grad(), hooked(before=inside, must_run=False):
-            called(self.model, {self._renamed.get(k, k): v for k, v in batch.items()} | self._options)
+            self._called(batch)
         if not made:
             raise NormlabError("the tokens that the model makes of labels are not seen: give decoder_input_ids")
         if made["decoder_attention_mask"] is None or not self._accepted - given >= {"decoder_attention_mask"}:
@@ -187,15 +173,17 @@ class Runner:
             return
         with suppress(NormlabError):  # what cannot be recorded is said where it is needed
             recorder.stats()  # which counts the tokens
-        tokens = call.tokens
-        self._mask_name, self._turned = tokens.mask_name, tokens.length_first
-        self._is_given_turned, self._is_untold = tokens.is_given_turned, tokens.is_untold
+        self._tokens = call.tokens
+        self._first_block = recorder.known.get(self.sites.blocks[0].module, self._first_block)
         self._find_unnamed(call.inputs, output)
         arguments = call.inputs.arguments
         for known, x in arguments.items():
             own = next((name for name, value in batch.items() if value is x and isinstance(x, Tensor)), known)
             if known not in batch and own != known:
                 self._own_names[known] = own
+        self._require_known_padding(call.tokens)
+
+    def _require_known_padding(self, tokens: CallTokens) -> None:
         if tokens.unknown_masks and self.sites.mask is None:
             raise NormlabError(f"{next(iter(tokens.unknown_masks.values()))}, to sites(model, ...)")
 
@@ -219,7 +207,7 @@ class Runner:
         if len(asked) == 1 and sum(x.shape == own[asked[0]].shape for x in own.values()) == 1:
             self._own_names.setdefault("input_ids", asked[0])
 
-    def _known(self, batch: Batch) -> Batch:
+    def _known_names(self, batch: Batch) -> Batch:
         """A batch under the names that are known, where inner modules have told them."""
         return batch | {known: batch[own] for known, own in self._own_names.items() if own in batch}
 
@@ -228,13 +216,12 @@ class Runner:
 
         needs_logits: False where the head need not be computed.
         """
-        inputs = {self._renamed.get(k, k): v for k, v in batch.items() if k not in self._withheld}
-        coder: Any = self._coder  # which would make the decoder's tokens of the labels
-        makes = hasattr(coder, _MAKES_TOKENS) and "decoder_input_ids" in self._accepted
-        if makes and "labels" in batch and "decoder_input_ids" not in batch:
-            inputs["decoder_input_ids"] = getattr(coder, _MAKES_TOKENS)(labels=batch["labels"])
         with nullcontext() if needs_logits else without_head(self.sites):
-            return called(self.model, inputs | self._options)
+            return self._called({k: v for k, v in batch.items() if k not in self._withheld})
+
+    def _called(self, batch: Batch) -> Any:
+        """The model's output, with labels where the batch has them."""
+        return called(self.model, {self._renamed.get(k, k): v for k, v in batch.items()} | self._options)
 
     def logits(self, batch: Batch) -> Tensor:
         """The model's logits, (batch, length, vocabulary).
@@ -252,12 +239,12 @@ class Runner:
 
     def _by_row(self, x: Any) -> Any:
         """What the model is given or returns, (batch, length, ...)."""
-        return x.transpose(0, 1) if self._is_given_turned and isinstance(x, Tensor) and x.ndim > 1 else x
+        return x.transpose(0, 1) if self._tokens.is_given_turned and isinstance(x, Tensor) and x.ndim > 1 else x
 
     def _mask(self, name: TokenMask, batch: Batch, rows: Sequence[int]) -> Any:
         """The mask of a batch's tokens, (batch, length) `rows`."""
         mask = given_mask(name, batch)
-        turns = self._is_given_turned is not False and isinstance(mask, Tensor) and mask.ndim == 2
+        turns = self._tokens.is_given_turned is not False and isinstance(mask, Tensor) and mask.ndim == 2
         return mask_by_row(mask, rows, name) if turns else mask
 
     def labels(self, batch: Batch) -> Tensor:
@@ -269,14 +256,14 @@ class Runner:
         Raises:
             NormlabError: there is none, whether they are (length, batch) cannot be told, or the mask is not by token.
         """
-        if self._is_untold:
+        if self._tokens.is_untold:
             raise NormlabError(UNTOLD)
-        if self._turned and self._is_given_turned is None:
+        if self._tokens.length_first and self._tokens.is_given_turned is None:
             raise NormlabError(
                 "there are as many rows as tokens in a row, and whether the batches are (batch, length) or (length, "
                 "batch) cannot be told: give first a batch of another size"
             )
-        known = self._known(batch)
+        known = self._known_names(batch)
         labels, ids = self._by_row(known.get("labels")), self._ids(known)
         if labels is not None:
             if "labels" in self._own_names:
@@ -307,7 +294,7 @@ class Runner:
     def _mask_of_labels(self) -> TokenMask:
         """What masks the tokens that are predicted, if that is known: an encoder's stack reads others."""
         reads = self._coder is None or any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
-        return (self.sites.mask or self._mask_name) if reads else None
+        return (self.sites.mask or self._tokens.mask_name) if reads else None
 
     def _labels_are_shifted(self, batch: Batch, labels: Tensor) -> bool:
         """True if the model's loss on these labels is of the next token, or it returns none and they are its tokens.
@@ -322,12 +309,12 @@ class Runner:
         except TypeError:  # it takes no labels
             loss = logits = None
         if loss is None or logits is None:
-            self._shifted = self._are_tokens(labels, self._ids(self._known(batch)))
+            self._shifted = self._are_tokens(labels, self._ids(self._known_names(batch)))
             return self._shifted
         is_empty = labels.ndim == 2 and not bool((labels[:, 1:] != IGNORED_LABEL).any())  # if labels are shifted
         if not bool(loss.isfinite()) or (is_empty and float(loss) == 0):
             return True
-        mask = self._mask(self._mask_of_labels or "attention_mask", self._known(batch), labels.shape)
+        mask = self._mask(self._mask_of_labels or "attention_mask", self._known_names(batch), labels.shape)
         averaged = labels_averaged(loss, self._by_row(logits), labels, mask)
         if averaged is None:
             raise NormlabError(
@@ -353,59 +340,56 @@ class Runner:
 
     def _with_labels(self, batch: Batch) -> Any:
         """What the model returns with labels, or the module in it that takes them where it does not."""
-        takes = (m for m in self.sites.ancestors if "labels" in inspect.signature(m.forward).parameters)
+        takes = (m for m in self.sites.ancestors if "labels" in signature_of(m).parameters)
         module = next(takes, None)
         if module is None or "labels" in self._accepted:
-            return called(self.model, {self._renamed.get(k, k): v for k, v in batch.items()} | self._options)
+            return self._called(batch)
         given: list[tuple[tuple, dict[str, Any]]] = []
         with hooked(before=[(module, lambda _, *call: given.append(call))]):
             self.run(batch, needs_logits=False)
         args, kwargs = given[0]
-        return called(module, kwargs | {"labels": self._known(batch)["labels"]}, *args)
+        return called(module, kwargs | {"labels": self._known_names(batch)["labels"]}, *args)
 
     def counted(self, batch: Batch, x: Tensor, mask: str = "all") -> Tensor:
         """(batch, length) bool: the tokens of a stream x that count, by the mask of this stack and, without first
         tokens, by the positions.
 
+        Of a batch it is asked first with what the first block reads, whose values may tell how it holds rows.
+
         Raises:
-            NormlabError: the stream is (length, batch, width), or may be; the first tokens are not known.
+            NormlabError: the stream is (length, batch, width), or may be; padding or the first tokens are not known.
         """
-        if self._is_untold:
+        if self._counting[0] is not batch:
+            self._counting = batch, self._tokens_of(batch, x)
+        tokens, held = self._counting[1], tuple(x.shape[:-1])
+        if tokens.is_untold:
             raise NormlabError(UNTOLD)
-        if self._turned is None:
-            self._turned = self._holds_length_first(batch, x)
-        if self._turned:
+        layout = tokens.layout(held)
+        if layout.row > layout.column:
             raise NormlabError(
                 "the blocks hold (length, batch, width): this compares tokens by row, and needs (batch, length, width)"
             )
-        tokens = tuple(x.shape[:-1])
-        given = self._mask(self.sites.mask or self._mask_name, self._known(batch), tokens)
-        rows = (1, tokens[0]) if len(tokens) == 1 else (tokens[0], math.prod(tokens[1:]))
-        starts, past = (None, 0) if mask == "all" else self._call_tokens(batch).known_firsts(rows, self.device)
-        counted = token_masks(given, tokens, self.device, [mask], cached=False, past_tokens=past, starts=starts)
-        return counted[0].reshape(tokens)
+        masks = tokens.masks(x.device, held)
+        self._require_known_padding(tokens)
+        if masks is None:
+            raise NormlabError(next(why for place, why in tokens.absent.items() if place.startswith(TOKENS_OF)))
+        if mask == "no_first" and (why := tokens.absent.get(NO_FIRST)):
+            raise NormlabError(why)
+        return masks[list(MASKS).index(mask)].view(held)
 
-    def _call_tokens(self, batch: Batch) -> CallTokens:
-        """The tokens of this stack in a call on a batch."""
-        inputs = CallInputs()
-        inputs.take({name: value for name, value in self._known(batch).items() if value is not None})
-        inputs.mask = self.sites.mask or self._mask_name
-        inputs.has_decoder = self._coder is not None
-        tokens = CallTokens(inputs)
-        tokens.is_given_turned = self._is_given_turned
-        tokens.crosses = any(branch.kind == "cross" for branch in self.sites.blocks[0].branches)
+    def _tokens_of(self, batch: Batch, x: Tensor) -> CallTokens:
+        """The tokens of this stack in a call on a batch, of which the first block reads `x`."""
+        first, block, inputs = self._tokens, self._first_block, CallInputs()
+        inputs.take({name: value for name, value in self._known_names(batch).items() if value is not None})
+        inputs.is_text, inputs.has_decoder = first.inputs.is_text, first.inputs.has_decoder
+        inputs.mask = self.sites.mask
+        tokens = CallTokens(inputs, tuple(MASKS))
+        tokens.crosses = first.crosses
+        tokens.find_rows(x, block.takes_length_first, block.length_first, block.rearranges)
+        tokens.close()
+        if first.is_given_turned is not None:  # all batches are given alike, and this one may not tell it
+            tokens.is_given_turned = first.is_given_turned
         return tokens
-
-    def _holds_length_first(self, batch: Batch, x: Tensor) -> bool:
-        by_attention = bool(takes_length_first(self.sites.blocks[0].module))  # which may read it turned
-        given = (self._known(batch).get(name) for name in ("input_ids", "decoder_input_ids", "input"))
-        texts = [ids for ids in given if isinstance(ids, Tensor) and ids.shape[:2] in (x.shape[:2], x.shape[1::-1])]
-        if not texts:
-            return by_attention
-        if any(ids.shape[:2] == x.shape[:2] != x.shape[1::-1] for ids in texts):
-            return False
-        told = is_turned(texts[0], x) if x.shape[0] == x.shape[1] else True
-        return by_attention if told is None else told
 
 
 def listed(batches: Iterable[Batch]) -> list[Batch]:
@@ -423,7 +407,7 @@ def _arguments(where: Sites) -> set[str]:
     """The arguments that a model takes by name. One that takes any, such as a wrapper, hands them on to its content."""
     names: set[str] = set()
     for module in where.ancestors:
-        parameters = inspect.signature(module.forward).parameters
+        parameters = signature_of(module).parameters
         names |= parameters.keys()
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             break
@@ -460,31 +444,37 @@ def row_means(runner: Runner, sums: Callable[[Batch], tuple[Tensor, Tensor]]) ->
 def see_layers(runner: Runner, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
     """Run the model; `look(layer, h, read)` sees h_0 .. h_L, and what each block has read of the stream.
 
-    That is h_{l-1}, unless the model changes the stream between blocks. Of h_0 it is h_0.
+    All are on the runner's device, whichever that of the block is.
+    That is h_{l-1}, unless the model changes the stream between blocks. Of h_0 it is h_0. Of some of a model's blocks,
+    h_0 is what enters the first: the layer before it.
 
     Raises:
         NormlabError: several residual streams, or blocks that run on some of the tokens.
     """
+    layers = runner.sites.layers
     entered: list[torch.Size] = []
     first: list[Tensor] = []  # h_0 and h_1, of a pass that may be begun again; block 1 has read h_0
 
     def hook(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         before, after = runner.stream.through(args, kwargs, output)
-        if layer == 1:
+        if layer == layers[0]:
             entered[:] = [before.shape]
         require_same_tokens(entered[0], after)
-        if layer == 1:
+        if layer == layers[0]:
             first[:] = before, after.clone() if runner.stream.settles else after
             if runner.stream.settles:
                 return
         tell()
-        if layer > 1:
-            look(layer, after, before)
+        if layer > layers[0]:
+            see(layer, after, before)
 
     def tell() -> None:
-        for layer, h in enumerate(first):
-            look(layer, h, first[0])
+        for layer, h in zip(runner.sites.stream_layers, first, strict=False):
+            see(layer, h, first[0])
         first.clear()
+
+    def see(layer: int, *streams: Tensor) -> None:
+        look(layer, *(x.to(runner.device) for x in streams))
 
     see_blocks(runner.stream, partial(runner.run, batch, needs_logits=False), hook)
     tell()
@@ -524,213 +514,10 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     """KL(softmax p || softmax q) of each position, in float32; shape of the logits without their last."""
-    step = max(1, LOGIT_CHUNK // p_logits.shape[-1])
+    step = max(1, CHUNK // p_logits.shape[-1])
 
     pieces = []
     for p, q in zip(p_logits.flatten(0, -2).split(step), q_logits.flatten(0, -2).split(step), strict=True):
         log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
         pieces.append((log_p.exp() * (log_p - log_q)).sum(-1))
     return torch.cat(pieces).view(p_logits.shape[:-1])
-
-
-# -- skipping --------------------------------------------------------------------------------------------------------
-
-
-Part = tuple[str, int]  # one of PARTS, and the layer
-Change = dict[nn.Module, Hook]  # modules, and what makes each do nothing
-
-
-def part_changes(runner: Runner, batch: Batch, parts: Sequence[str]) -> dict[Part, Change]:
-    """How each part of a model is skipped.
-
-    Branches of a kind in one block are skipped together. None can be if the block does not add up, if another block has
-    the same one, or if one returns the stream with itself added and is not given the stream.
-    """
-    changes: dict[Part, Change] = {}
-    if "block" in parts:
-        changes |= {("block", block.index): {block.module: runner.stream.pass_on} for block in runner.sites.blocks}
-    if not set(parts) - {"block"}:
-        return changes
-    # What a branch adds is the output of its norm, or its own.
-    residuals: dict[nn.Module, Tensor | None] = {}
-
-    def see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        residuals[module] = residual_in(args, kwargs, output)
-
-    modules = [branch.module for block in runner.sites.blocks for branch in block.branches]
-    with (
-        record(runner.sites, ["relative_contribution"], masks=["all"]) as rec,
-        hooked(*((module, see) for module in modules), must_run=False),
-    ):
-        runner.logits(batch)
-    place = {block.layer: block.index for block in runner.sites.blocks}
-    for (kind, numbered), forms in rec.branches.items():
-        part, layer = PART_OF.get(kind, ""), place.get(numbered)
-        contained = [module for module, form in forms.items() if form == "contained"]
-        if part in parts and layer and all(residuals.get(module) is not None for module in contained):
-            changes[part, layer] = {m: return_residual if m in contained else return_zero for m in forms}
-    uses = Counter(module for module, _ in {(m, layer) for (_, layer), forms in rec.branches.items() for m in forms})
-    return {part: change for part, change in changes.items() if not any(uses[module] > 1 for module in change)}
-
-
-def skip_costs(
-    runner: Runner, kept: KeptPass, skips: Callable[[Batch], dict[tuple[Part, ...], list[Change]]]
-) -> pandas.DataFrame:
-    """What the loss loses where parts are skipped together.
-
-    Args:
-        runner, kept: of the model.
-        skips: called with the first batch: sets of parts, and how they are skipped.
-
-    Returns:
-        One row per set: `skipped loss skip_delta_loss standard_error low high output_kl output_kl_error tokens`.
-    """
-    import pandas
-
-    sets: dict[tuple[Part, ...], list[Change]] = {}
-
-    def sums(batch: Batch) -> tuple[Tensor, Tensor]:
-        if not sets:
-            sets.update(skips(batch))
-        labels = runner.labels(batch)
-        branches = {
-            module
-            for skipped in sets
-            for (part, _), change in zip(skipped, sets[skipped], strict=True)
-            if part != "block"
-            for module in change
-        }
-        whole = kept.keep(partial(runner.logits, batch), branches)
-        base, counted = token_losses(whole, labels), labels != IGNORED_LABEL
-        values = [base.sum(1)]
-        for skipped, changes in sets.items():
-            with kept.changed(min(layer for _, layer in skipped), [hook for one in changes for hook in one.items()]):
-                logits = runner.logits(batch)
-            values.append((token_losses(logits, labels) - base).sum(1))
-            values.append(torch.where(counted, token_kl(whole, logits), 0).sum(1))
-        return torch.stack(values), counted.sum(1)
-
-    means, errors, tokens = row_means(runner, sums)
-    mean, error, rows = means.tolist(), errors.tolist(), []
-    for i, skipped in enumerate(sets):
-        delta, kl = 1 + 2 * i, 2 + 2 * i
-        row = {"skipped": skipped, "loss": mean[0], "skip_delta_loss": mean[delta]}
-        row |= interval(mean[delta], error[delta])
-        rows.append(row | {"output_kl": mean[kl], "output_kl_error": error[kl], "tokens": tokens})
-    return pandas.DataFrame(rows)
-
-
-@torch.no_grad()
-def skip_sensitivity(
-    model: nn.Module | Sites,
-    batches: Iterable[Batch],
-    *,
-    parts: Sequence[str] = ("block",),
-    span: int = 1,
-    layers: Sequence[int] | None = None,
-    progress: bool = True,
-) -> pandas.DataFrame:
-    """Measure how much the loss rises when a part is skipped (2502.05795 Fig. 2, without renumbering layers).
-
-    Args:
-        model: a model with a language-model head, or its `sites`.
-        batches: dicts of the model's arguments; `labels` are used when given (-100 = none), else the next token. Under
-            another name they are what the returned loss is of.
-        parts: some of "block", "attention", "mlp". All branches of a kind in a block are skipped together.
-        span: skip this many consecutive ones; the row's `layer` is the first.
-        layers: skip only at these (first) layers; default: at all.
-        progress: show a progress bar.
-
-    Returns:
-        One row per skipped part: `part layer span loss skip_delta_loss standard_error low high output_kl
-        output_kl_error tokens`. `loss` is the whole model's, in nats per token. `low` and `high` bound the 95% interval
-        of `skip_delta_loss`, sequences taken as independent. `output_kl` = KL(whole || skipped), in nats per token.
-        Where later blocks read what skipped ones make besides the stream (shared keys and values, T5's position bias),
-        it is still made, which deletion cannot do: a column `read_by` lists those layers.
-
-    Raises:
-        NormlabError: unknown part, a span below 1, nothing to skip, no batch, no logits, no label that counts, or the
-            residual stream is in parts, or added, where that cannot be told. A mask under a name that is not known:
-            give it to `sites`.
-    """
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise NormlabError(f"unknown part {unknown[0]!r}: choose from {', '.join(PARTS)}")
-    if not isinstance(span, int) or span < 1:
-        raise NormlabError(f"span is {span!r}: skip at least 1 block")
-    runner = Runner(model, batches, progress, "skip sensitivity")
-    kept, depth = KeptPass(runner.stream), runner.sites.depth
-    starts = range(1, depth - span + 2)
-    chosen = None if layers is None else sorted({int(layer) for layer in layers})
-    if wrong := sorted(set(chosen or ()) - set(starts)):
-        raise NormlabError(f"there is no span of {span} from layer {wrong[0]}: layers are 1 to {depth}")
-
-    def skips(batch: Batch) -> dict[tuple[Part, ...], list[Change]]:
-        changes = part_changes(runner, batch, parts)
-        firsts = starts if chosen is None else chosen
-        sets = [tuple((part, first + i) for i in range(span)) for part in parts for first in firsts]
-        found = {skipped: [changes[one] for one in skipped] for skipped in sets if changes.keys() >= set(skipped)}
-        if not found:
-            raise NormlabError(f"there is nothing to skip: {depth} blocks, span {span}, parts {', '.join(parts)}")
-        return found
-
-    table = skip_costs(runner, kept, skips)
-    skipped = table.pop("skipped")
-    table.insert(0, "part", [first[0] for first, *_ in skipped])
-    table.insert(1, "layer", [first[1] for first, *_ in skipped])
-    table.insert(2, "span", span)
-    read_by = [kept.readers([layer for part, layer in one if part == "block"]) for one in skipped]
-    return table.assign(read_by=[", ".join(map(str, layers)) for layers in read_by]) if any(read_by) else table
-
-
-@torch.no_grad()
-def skip_future_effect(
-    model: nn.Module | Sites, batches: Iterable[Batch], *, progress: bool = True
-) -> pandas.DataFrame:
-    """Measure how much each later block's update changes when block s is skipped (2505.13898).
-
-    The mean over tokens of ||u'_l - u_l||_2 / ||u_l||_2 for l > s, where u_l = h_l - h_{l-1}. u'_l is the same with
-    block s the identity. Holds one batch's states and updates of all layers (2 x layers x tokens x width numbers).
-
-    In half precision the rounding of the stream is part of both. Where updates are small it is most of the value: then
-    measure the model in float32.
-
-    Returns:
-        One row per pair: `skipped layer value standard_error low high`. Arguments as for `skip_sensitivity`.
-
-    Raises:
-        NormlabError: one block only, or as for `angular_distance`.
-    """
-    runner = Runner(model, batches, progress, "skip future effect")
-    depth = runner.sites.depth
-    pairs = [{"skipped": s, "layer": layer} for s in range(1, depth) for layer in range(s + 1, depth + 1)]
-    if not pairs:
-        raise NormlabError("skip_future_effect compares later blocks: the model has only one")
-
-    kept = KeptPass(runner.stream)
-
-    def sums(batch: Batch) -> tuple[Tensor, Tensor]:
-        updates: dict[int, Tensor] = {}
-        values: list[Tensor] = []
-
-        def note(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            before, after = runner.stream.through(args, kwargs, output)
-            updates[layer] = (after - before).float()
-
-        def compare(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            before, after = runner.stream.through(args, kwargs, output)
-            require_same_tokens(kept.states[0].shape, after)
-            change = (after - before).float() - updates[layer]
-            relative = torch.linalg.vector_norm(change, dim=-1) / torch.linalg.vector_norm(updates[layer], dim=-1)
-            values.append(torch.where(counted, relative, 0).sum(1))
-
-        run = partial(runner.run, batch, needs_logits=False)
-        kept.keep(run, see=note)
-        counted = runner.counted(batch, kept.states[0])
-        for skipped in range(1, depth):
-            skip = (runner.sites.blocks[skipped - 1].module, runner.stream.pass_on)
-            with kept.changed(skipped, [skip]), on_blocks(runner.stream, compare, range(skipped + 1, depth + 1)):
-                run()
-        return torch.stack(values), counted.sum(1)
-
-    mean, error, _ = row_means(runner, sums)
-    return table_of(pairs, mean, error)
