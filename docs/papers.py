@@ -79,7 +79,7 @@ def texts() -> dict[str, str]:
 
 
 def _unlike(claims: tuple[Claim, ...]) -> str:
-    """What the runs of these schemes were trained unlike in, a line for a depth; empty if they were trained alike."""
+    """In what the runs of these schemes were trained differently, a line for a depth; empty if in nothing."""
     schemes = {name for claim in claims for name in (claim.a, claim.b)}
     lines = []
     for folder, depth in (SMALL, LARGE):

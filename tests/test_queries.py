@@ -191,7 +191,7 @@ def test_a_recipe_of_a_schemes_own_is_said_below_the_papers_table(code, one_lost
     own = one_lost.assign(recipe=np.where(one_lost["scheme"] == "lns", "warmup=0.3", "warmup=0.1"))
     monkeypatch.setattr(papers, "picked", lambda folder, options: own)
     first, second = papers._unlike(claims).strip().splitlines()
-    assert first == "- Runs of 8 blocks were trained unlike: warmup 0.1 and 0.3 (LNS)." and "24 blocks" in second
+    assert first == "- Runs of 8 blocks were trained differently: warmup 0.1 and 0.3 (LNS)." and "24 blocks" in second
 
 
 def test_what_the_findings_say_without_a_number_holds():

@@ -45,7 +45,7 @@ def test_a_run_of_before_a_field_was_added_is_told_from_one_that_sets_it_otherwi
     for seed, fields in enumerate(({}, {"init_std": None, "gain_lr_ratio": 1.0}, {"init_std": 0.04})):
         make_run(tmp_path, f"run-{seed}", config=CONFIG | {"seed": seed} | fields)
     table = load_runs(tmp_path)
-    with pytest.raises(NormlabError, match=r"were trained unlike \(init_std 0.04 and default\): keep the runs of one"):
+    with pytest.raises(NormlabError, match=r"trained differently \(init_std 0.04 and default\): keep the runs of one"):
         choose(table[table["seed"] != 1])
     assert len(choose(table[table["seed"] < 2]).runs) == 2
 

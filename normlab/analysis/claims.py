@@ -245,7 +245,7 @@ def depth_use(
         With a reference the columns of `normlab.compare`. Without, those of `growth` up to `verdict`, `share` and
         `share_rest`. `share`: the deeper half's part of the costs of all blocks. `share_rest`: the same without each
         run's costliest block, which can cost more than all others together. `attrs["about"]` says in what schemes were
-        trained unlike.
+        trained differently.
 
     Raises:
         NormlabError: no run of that depth has this measurement. Or the runs have several widths, lengths or texts, or
@@ -307,7 +307,7 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
         claimed, one seed", "as claimed, 2 seeds (a claim needs 4)", or the opposite, outside the family. A scheme that
         has the depth at another width alone is "not run at width ...", that of most runs. One that `fully_tried` left
         out is "left out", with the reason.
-        `attrs["about"]` says in what the compared schemes were trained unlike.
+        `attrs["about"]` says in what the compared schemes were trained differently.
     """
     width = width_of_most(runs)
     depth = deepest(runs[runs["width"] == width]) if depth is None else depth

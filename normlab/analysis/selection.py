@@ -115,11 +115,11 @@ def _require_one_rate(runs: pd.DataFrame) -> None:
 
 
 def _require_one_recipe(runs: pd.DataFrame) -> None:
-    """Refuse seeds of one scheme that were trained unlike, and runs of one depth that were not trained equally long."""
+    """Refuse seeds of a scheme trained differently, and runs of one depth that were not trained equally long."""
     for (scheme, depth), recipes in runs.groupby(["scheme", "depth"], observed=True)["recipe"]:
         if words := unlike_in_words(recipes):
             raise NothingToShow(
-                f"Seeds of {scheme} at depth {depth} were trained unlike ({words}): keep the runs of one recipe."
+                f"Seeds of {scheme} at depth {depth} were trained differently ({words}): keep the runs of one recipe."
             )
     planned = recipe_fields(runs["recipe"]).reindex(columns=["steps", "batch_size", "block_length"]).astype(float)
     lengths = planned[["steps"]].assign(tokens=planned.prod(axis=1, skipna=False))
@@ -279,7 +279,7 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def unlike(recipes: pd.Series) -> pd.DataFrame:
-    """The fields in which models of these recipes of `normlab.load_runs` were trained unlike, one column each.
+    """The fields in which models of these recipes of `normlab.load_runs` were trained differently, one column each.
 
     What one lacks is not compared, but for a model field, which is at its default there.
     """
@@ -304,7 +304,7 @@ def _values_in_words(fields: pd.DataFrame) -> str:
 def recipes_in_words(runs: pd.DataFrame) -> str:
     """What runs differ in beside their rate: the schemes of a depth whose value fewer runs have, or each depth's value.
 
-    Numbers of held-out blocks come last, "measured unlike: probe_blocks 16 and 8 (LNS)".
+    Numbers of held-out blocks come last, "measured differently: probe_blocks 16 and 8 (LNS)".
 
     Args:
         runs: columns `scheme depth seed recipe`, one row per run or several. Nothing is said without recipes.
@@ -328,7 +328,7 @@ def recipes_in_words(runs: pd.DataFrame) -> str:
     trained = [words for words, name in said.items() if name not in MEASURED_ON]
     measured = [words for words, name in said.items() if name in MEASURED_ON]
     parts = (("trained", trained), ("measured", measured))
-    return "; ".join(f"{what} unlike: {', '.join(words)}" for what, words in parts if words)
+    return "; ".join(f"{what} differently: {', '.join(words)}" for what, words in parts if words)
 
 
 def has_learned(about: pd.DataFrame) -> pd.Series:
@@ -552,7 +552,7 @@ def one_precision(about: pd.DataFrame) -> pd.DataFrame:
 
 
 def _variants(about: pd.DataFrame) -> str:
-    """A sentence on runs that are not averaged: several of a scheme, depth, seed and rate, or seeds trained unlike."""
+    """A sentence on runs that are not averaged: two of a scheme, depth, seed and rate, or seeds trained differently."""
     place = ["scheme", "depth", "seed", "lr"]
     if not about.duplicated(place).any():
         at = ["scheme", "depth", "lr"]
@@ -572,7 +572,8 @@ def _variants(about: pd.DataFrame) -> str:
         for (scheme, depth, rate), recipes in about.groupby(at)["recipe"]:  # with those that diverged
             if words := unlike_in_words(recipes):
                 return (
-                    f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained unlike ({words}): "
+                    f"Seeds of {scheme} at depth {depth} and learning rate {rate:g} were trained differently "
+                    f"({words}): "
                     "keep the runs of one recipe."
                 )
         return ""

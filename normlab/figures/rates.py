@@ -40,7 +40,7 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
     Lines go through means over seeds; dots are seeds. A scheme that was trained at one rate is a dot. The dotted line
     is the trigram model's loss. A triangle at the upper edge is of a scheme's runs at that rate that are above what is
     shown, or diverged; of several schemes they stand side by side. A run without a held-out loss is left out. Runs of
-    unequal length, or measured on several texts, are not shown together. What else they were trained unlike in is said
+    unequal length, or measured on several texts, are not shown together. What else differs in their training is said
     under the title.
 
     Args:
@@ -125,7 +125,7 @@ def quantity_by_rate(runs: pd.DataFrame, quantity: str = "growth", depth: int | 
     """A quantity after training against the learning rate, one line per scheme (N5).
 
     Lines go through means over seeds, geometric ones of sizes; dots are seeds. A ring is a run that did not learn. Runs
-    that diverged have no value: they are counted under the title, as is what runs were trained unlike in. Runs of
+    that diverged have no value: they are counted under the title, as is what runs were trained differently in. Runs of
     unequal length, or measured on several texts, are not shown together.
 
     Args:

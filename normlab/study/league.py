@@ -233,9 +233,9 @@ def standings(
 
     Returns:
         `contenders` with columns `title dtype unlike step step_low step_high claim marin marin_change`. `dtype`: of the
-        scheme's training steps. `unlike`: in words, what the table's runs were trained unlike in; empty if they were
-        trained alike. `claim`: what papers say, with source. `marin`: what marin found; `marin_change`: its
-        loss minus that of its own baseline in its smallest model.
+        scheme's training steps. `unlike`: in words, what differs in the training of the table's runs; empty if nothing
+        does. `claim`: what papers say, with source. `marin`: what marin found; `marin_change`: its loss minus that of
+        its own baseline in its smallest model.
     """
     table = contenders(runs, depth, at).merge(steps, on="scheme", how="left")
     table.insert(1, "title", [title_of(name) for name in table["scheme"]])

@@ -177,7 +177,7 @@ class CorpusSpec:
     )
     tokenizer: str | None = setting(None, "directory or hub name of a tokenizer; default: train a byte-level BPE", TEXT)
     vocab_size: int = setting(4096, "of the tokenizer to train", at_least(1, 2**20))
-    block_length: int = setting(128, "tokens a block; also the context length and BHyT's T", at_least(2))
+    block_length: int = setting(128, "tokens per sequence; also the context length and BHyT's T", at_least(2))
     text_column: str = setting("text", "column that holds the text", TEXT)
     characters: int = setting(100_000_000, "read at most so much of the corpus", at_least(1))
 
@@ -200,12 +200,12 @@ class TrainConfig:
     """
 
     scheme: str = setting(DEFAULT, "normalization scheme, a key of normlab.SCHEMES")
-    depth: int = setting(16, "number of blocks", at_least(1, 10_000))
+    depth: int = setting(16, "number of transformer blocks", at_least(1, 10_000))
     width: int = setting(128, "hidden size", at_least(1, 2**20))
     seed: int = setting(0, "data order and initial weights", SEED)
     lr: float = setting(3e-3, "peak learning rate", POSITIVE)
     steps: int = setting(300, "optimizer steps", at_least(1))
-    batch_size: int = setting(8, "blocks a step", at_least(1, 2**20))
+    batch_size: int = setting(8, "sequences per step", at_least(1, 2**20))
     block_length: int = shared(CorpusSpec, "block_length")
     heads: int | None = setting(None, "attention heads; default width/32", at_least(1))
     kv_heads: int | None = setting(None, "key-value heads; default half of the heads", at_least(1))
@@ -233,23 +233,23 @@ class TrainConfig:
     text_column: str = shared(CorpusSpec, "text_column")
     characters: int = shared(CorpusSpec, "characters")
     stream: bool = setting(
-        False, "read the text while training, all of it; --characters of it make the tokenizer and the held-out blocks"
+        False, "read the text while training, all of it; --characters of it make the tokenizer and the held-out text"
     )
     outlier_channels: int = setting(0, "columns of the embeddings that start large, for every token", NOT_NEGATIVE)
     outlier_size: float = setting(1.0, "what they start at")
     probe_every: int = setting(50, "steps between layer statistics, first before training; 0: none", NOT_NEGATIVE)
-    probe_blocks: int = setting(8, "held-out blocks that layer statistics are taken on", at_least(1))
+    probe_blocks: int = setting(8, "held-out sequences that layer statistics are taken on", at_least(1))
     probe_also: str = setting("", "further metrics of normlab.probes to record, comma-separated")
     eval_every: int = setting(100, "steps between held-out losses; 0: none", NOT_NEGATIVE)
-    eval_blocks: int = setting(128, "held-out blocks for the held-out loss", at_least(1))
+    eval_blocks: int = setting(128, "held-out sequences for the held-out loss", at_least(1))
     # One half is for choosing, the other for reporting.
-    held_out: str = setting("all", "held-out blocks to measure on: all, validation or test", one_of("all", *PARTS))
+    held_out: str = setting("all", "held-out text to measure on: all, validation or test", one_of("all", *PARTS))
     experiment_blocks: int = setting(
-        0, "held-out blocks for normlab.training.experiments, after the last step; 0: none", NOT_NEGATIVE
+        0, "held-out sequences for normlab.training.experiments, after the last step; 0: none", NOT_NEGATIVE
     )
     store_all: bool = setting(
         False,
-        "store more than losses and layers: loss by held-out file, on blocks trained on and on copied tokens, "
+        "store more than losses and layers: loss by held-out file, on sequences trained on and on copied tokens, "
         "uniform attentions, sizes of gains and matrices",
     )
     log_every: int = setting(1, "steps that a logged training loss averages over, the last of fewer", at_least(1))
@@ -265,7 +265,7 @@ class TrainConfig:
     # Threads change sums in the last digits only: a run continues only under the number that it began with.
     threads: int = setting(1, "CPU threads", THREADS, identity=False)
     # These too change no more than the rounding of sums.
-    accumulate: int = setting(1, "parts that a step's blocks are computed in, one by one", at_least(1), identity=False)
+    accumulate: int = setting(1, "parts in which a step's sequences are computed", at_least(1), identity=False)
     gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass", identity=False)
     fsdp: bool = setting(False, "split weights, gradients and optimizer over the ranks (FSDP2)", identity=False)
     device: str = setting("auto", "auto: a GPU where there is one", one_of("auto", "cpu", "cuda"), identity=False)

@@ -180,9 +180,9 @@ def test_depth_use_is_not_of_runs_of_several_widths_lengths_or_recipes():
         said = claims.depth_use(changed(recipe="steps=20 batch_size=8 warmup=0.3"), 2, reference=reference)
         assert said.attrs["about"] == "", "what one lacks is not compared"
     warm = alike.assign(recipe=alike["recipe"] + " warmup=" + is_lns.map({True: "0.3", False: "0.1"}))
-    assert claims.depth_use(warm, 2).attrs["about"] == "trained unlike: warmup 0.1 and 0.3 (LNS)"
+    assert claims.depth_use(warm, 2).attrs["about"] == "trained differently: warmup 0.1 and 0.3 (LNS)"
     seeds = alike.assign(recipe=alike["recipe"] + " warmup=" + alike["seed"].map({0: "0.1", 1: "0.1", 2: "0.5"}))
-    with pytest.raises(NormlabError, match=r"Seeds of bhyt at depth 2 .* unlike \(warmup 0.1 and 0.5\): keep"):
+    with pytest.raises(NormlabError, match=r"Seeds of bhyt at depth 2 .* differently \(warmup 0.1 and 0.5\): keep"):
         claims.depth_use(seeds, 2)
     with pytest.raises(NormlabError, match="^no run has skip_delta_loss of block$"):
         claims.depth_use(alike[:0])
@@ -347,13 +347,13 @@ def test_what_has_no_effect_at_all_is_not_as_claimed_either_way():
     assert found["ours"].tolist() == ["×1.00"] * 2 and found["says"].tolist() == ["not as claimed, one seed"] * 2
 
 
-def test_a_sentence_on_claims_says_what_the_schemes_were_trained_unlike_in():
+def test_a_sentence_on_claims_says_what_the_schemes_were_trained_differently_in():
     runs = table(SCHEMES, depths=(4,)).assign(recipe="steps=20 warmup=0.1")
     runs.loc[runs["scheme"] != "pre_rmsnorm", "recipe"] = "steps=20 warmup=0.3"
     smaller = claims.Claim("LNS is smaller", "lns", "pre_rmsnorm", "token_l2_mean", "below")
     found = claims.tested(runs, [smaller, smaller._replace(says="DyT", a="dyt")])
-    assert found.attrs["about"] == "trained unlike: warmup 0.1 and 0.3 (LNS)"
-    assert claims.sentence(found).endswith(" Trained unlike: warmup 0.1 and 0.3 (LNS).")
+    assert found.attrs["about"] == "trained differently: warmup 0.1 and 0.3 (LNS)"
+    assert claims.sentence(found).endswith(" Trained differently: warmup 0.1 and 0.3 (LNS).")
     assert claims.tested(runs, [smaller._replace(a="bhyt", b="lns")]).attrs["about"] == ""
 
 

@@ -226,14 +226,14 @@ def test_runs_of_two_recipes_are_no_seeds_of_one_scheme_and_are_said_between_two
 
     alike, other = "warmup=0.1 clip=1", "warmup=0.3 clip=1 beta1=0.9"
     runs = pd.concat([run("bhyt", alike), run("bhyt", other, 1), run("lns", alike)], ignore_index=True)
-    with pytest.raises(NothingToShow, match=r"Seeds of bhyt .* were trained unlike \(warmup 0.1 and 0.3\): keep"):
+    with pytest.raises(NothingToShow, match=r"Seeds of bhyt .* were trained differently \(warmup 0.1 and 0.3\): keep"):
         choose(runs)
     diverged = runs.assign(status=runs["status"].mask(runs["seed"] == 1, "diverged"))
-    with pytest.raises(NothingToShow, match=r"Seeds of bhyt .* were trained unlike \(warmup 0.1 and 0.3\): keep"):
+    with pytest.raises(NothingToShow, match=r"Seeds of bhyt .* were trained differently \(warmup 0.1 and 0.3\): keep"):
         choose(diverged[diverged["seed"].eq(0) | diverged["step"].le(10)])
     runs = pd.concat([run("bhyt", alike), run("lns", other)], ignore_index=True)
-    assert " · trained unlike: warmup 0.1 and 0.3 (LNS)\n" in report(compare(runs, "bhyt", "lns"))
-    assert "trained unlike" not in choose(runs[runs["scheme"] == "lns"]).describe()
+    assert " · trained differently: warmup 0.1 and 0.3 (LNS)\n" in report(compare(runs, "bhyt", "lns"))
+    assert "trained differently" not in choose(runs[runs["scheme"] == "lns"]).describe()
     twice = pd.concat([run("bhyt", alike), run("bhyt", other).assign(run="b"), run("lns", alike)], ignore_index=True)
     with pytest.raises(NothingToShow, match="2 runs of bhyt .* differ in warmup 0.1 and 0.3: keep those of one"):
         choose(twice)
@@ -244,10 +244,10 @@ def test_what_runs_were_trained_unlike_in_names_schemes_apart_and_depths():
     runs = table(schemes, (2, 4), (0,)).assign(recipe="warmup=0.1 clip=5")
     of_two = runs["scheme"].isin(["dyt", "rmsnorm_gain"]) & runs["depth"].eq(4)
     runs["recipe"] = runs["recipe"].mask(of_two, "warmup=0.3 clip=5")
-    assert choose(runs, 4).recipes() == "trained unlike: warmup 0.1 and 0.3 (DyT; Pre-LN, gain λ/κ)"
+    assert choose(runs, 4).recipes() == "trained differently: warmup 0.1 and 0.3 (DyT; Pre-LN, gain λ/κ)"
     runs["recipe"] = runs["recipe"].mask(runs["depth"] == 2, "warmup=0.1 clip=1")
     said = "warmup 0.1 and 0.3 (DyT; Pre-LN, gain λ/κ), clip 1 at depth 2 and 5 at depth 4"
-    assert choose(runs, None).recipes() == f"trained unlike: {said}"
+    assert choose(runs, None).recipes() == f"trained differently: {said}"
     assert choose(runs, 2).recipes() == ""
 
 
@@ -256,10 +256,10 @@ def test_a_comparison_says_on_how_many_held_out_blocks_its_sides_were_measured()
     sides += [one_run("lns", seed=seed).assign(recipe=f"warmup=0.1 probe_blocks={8 << seed}") for seed in (0, 1)]
     runs = pd.concat(sides, ignore_index=True)
     said = compare(runs, "lns", "pre_rmsnorm", "grad_l2_total", layer=1).attrs["about"]
-    assert said.endswith(" · measured unlike: probe_blocks 16 and 8 (LNS)"), "seeds are one group all the same"
+    assert said.endswith(" · measured differently: probe_blocks 16 and 8 (LNS)"), "seeds are one group all the same"
     both = runs.assign(recipe=runs["recipe"].mask(runs["scheme"] == "lns", "warmup=0.3 probe_blocks=8"))
-    trained = "trained unlike: warmup 0.1 and 0.3 (LNS)"
-    assert choose(both).recipes() == f"{trained}; measured unlike: probe_blocks 16 and 8 (LNS)"
+    trained = "trained differently: warmup 0.1 and 0.3 (LNS)"
+    assert choose(both).recipes() == f"{trained}; measured differently: probe_blocks 16 and 8 (LNS)"
 
 
 def test_a_comparison_says_that_one_side_s_model_is_changed_or_its_text_streamed():
@@ -268,7 +268,7 @@ def test_a_comparison_says_that_one_side_s_model_is_changed_or_its_text_streamed
     sides = [one_run("pre_rmsnorm").assign(recipe=plain), one_run("lns").assign(recipe=changed)]
     for order in (sides, sides[::-1]):
         said = choose(pd.concat(order, ignore_index=True)).recipes()
-        assert sorted(said.removeprefix("trained unlike: ").split(", ")) == [
+        assert sorted(said.removeprefix("trained differently: ").split(", ")) == [
             "model.attention_dropout 0.9 and default (Pre-LN)",
             "stream false and true (LNS)",
         ]

@@ -78,7 +78,7 @@ def test_runs_that_were_trained_unlike_are_named_or_refused(measured):
     is_lns = rows["scheme"].eq("lns")
     for draw in (by_layer, by_pair):
         warm = rows.assign(recipe="steps=20 warmup=" + is_lns.map({True: "0.3", False: "0.1"}))
-        assert " · trained unlike: warmup 0.1 and 0.3 (LNS)" in text_of(draw(warm))
+        assert " · trained differently: warmup 0.1 and 0.3 (LNS)" in text_of(draw(warm))
         longer = rows.assign(recipe="steps=" + is_lns.map({True: "60", False: "20"}))
         assert "were trained for 20 to 60 steps" in text_of(draw(longer))
         assert "widths 16, 32: keep those of one" in text_of(draw(rows.assign(width=rows["width"].mask(is_lns, 16))))

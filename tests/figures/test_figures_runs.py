@@ -426,7 +426,7 @@ def test_figures_by_rate_say_what_runs_were_trained_unlike_in():
     warmups = ((1e-3, 0.1), (3e-3, 0.5))
     rates = [one_run("lns", lr=lr).assign(recipe=f"warmup={warmup} clip=5") for lr, warmup in warmups]
     for draw in (loss_by_rate, quantity_by_rate):
-        assert "trained unlike: warmup 0.1 and 0.5 (LNS)" in text_of(draw(pd.concat(rates)))
+        assert "trained differently: warmup 0.1 and 0.5 (LNS)" in text_of(draw(pd.concat(rates)))
         assert "unlike" not in text_of(draw(pd.concat(rates).assign(recipe="warmup=0.1")))
 
 

@@ -207,13 +207,13 @@ def test_what_must_be_said_of_a_table_is_said(runs, table):
 
 
 def test_a_warm_up_of_a_schemes_own_is_said_of_the_table_and_under_its_figures(runs, table):
-    assert not any("unlike" in sentence for sentence in league.remarks(table))
+    assert not any("differently" in sentence for sentence in league.remarks(table))
     own = runs.assign(recipe=np.where(runs["scheme"] == "dyt", "warmup=0.3", "warmup=0.1"))
     made = league.standings(own, load_published(), league.step_times().iloc[:0])
-    assert "Trained unlike: warmup 0.1 and 0.3 (DyT)." in league.remarks(made)
+    assert "Trained differently: warmup 0.1 and 0.3 (DyT)." in league.remarks(made)
     for name in ("league_losses", "league_depth"):
         said = league_figures.FIGURES[name](made).layout.title.subtitle.text
-        assert "trained unlike: warmup 0.1 and 0.3 (DyT)" in said
+        assert "trained differently: warmup 0.1 and 0.3 (DyT)" in said
 
 
 def test_runs_without_a_trigrams_loss_are_not_said_to_be_above_it(runs):

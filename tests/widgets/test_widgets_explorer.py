@@ -215,7 +215,7 @@ def test_models_that_were_trained_unlike_are_told_under_the_title_and_in_the_pag
     for title in titles:
         small = title.replace("<br>", " ")
         assert "3 runs in float32" in small and "3 runs in bfloat16" in small
-        assert "trained unlike: optimizer adamw and muon (LNS)" in small
+        assert "trained differently: optimizer adamw and muon (LNS)" in small
     for alike in (NormExplorer(runs, schemes=["lns"]), NormExplorer(table())):
         assert "unlike" not in alike.figure.layout.title.text and "runs in" not in alike.figure.layout.title.text
     assert "same seeds" not in _ABOUT and "same text" not in _ABOUT
