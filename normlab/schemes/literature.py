@@ -18,7 +18,8 @@ _QK = "attention is not uniform at the start where queries and keys are normaliz
 ROWS = (
     Scheme("derf", "Derf", "x + f(g erf(a x + s) + b), embeddings times sqrt(d)",
            "Stronger Normalization-Free Transformers (2512.10938)",
-           norm=b.derf, family="norm", tags="contender", ends=Ends(embedding_scale=math.sqrt)),
+           norm=b.derf, family="norm", color="#cc79a7", dash="dash", tags="contender",
+           ends=Ends(embedding_scale=math.sqrt)),
     Scheme("dyisru", "DyISRU", "x + f(g sqrt(d) x/sqrt(b + x^2)), embeddings times sqrt(d)",
            "The mathematical relationship between layer normalization and dynamic activation functions (2503.21708)",
            norm=lambda site: DyISRU(site.width), family="norm", ends=Ends(embedding_scale=math.sqrt)),
