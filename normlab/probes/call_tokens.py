@@ -245,6 +245,12 @@ class CallTokens:
         else:
             self._later.append(act)
 
+    def take_for_told(self, takes_length_first: bool | None) -> None:
+        """Where nothing tells how the blocks hold rows, take it to be as their attention does, or (batch, length)."""
+        self.close()
+        if self._turned is None and not self.is_untold:
+            self._turned = bool(takes_length_first)
+
     def close(self) -> None:
         """Let go of the activation, and of what waits."""
         self._awaited, self._later = None, []

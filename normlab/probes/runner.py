@@ -132,13 +132,15 @@ class Runner:
         """
         labels: Any = batch.get("labels")
         given = {name for name, value in batch.items() if value is not None}
-        needs = {"labels", "decoder_input_ids"} <= self._accepted
+        needs = "decoder_input_ids" in self._accepted
         needs = needs and not given & {"decoder_input_ids", "decoder_inputs_embeds"}
         is_text = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
         if self._coder is None or not needs or not is_text:
             return {}
         if (make := getattr(self._coder, _MAKES_TOKENS, None)) is not None:
             return {"decoder_input_ids": make(labels=labels)}
+        if "labels" not in self._accepted:
+            return {}
         made: Batch = {}
 
         def see(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -357,7 +359,8 @@ class Runner:
         Of a batch it is asked first with what the first block reads, whose values may tell how it holds rows.
 
         Raises:
-            NormlabError: the stream is (length, batch, width), or may be; padding or the first tokens are not known.
+            NormlabError: the stream is (length, batch, width), or may be; padding or the first tokens are not known;
+                the model puts positions before a row's tokens, or after them.
         """
         if self._counting[0] is not batch:
             self._counting = batch, self._tokens_of(batch, x)
@@ -386,7 +389,7 @@ class Runner:
         tokens = CallTokens(inputs, tuple(MASKS))
         tokens.crosses = first.crosses
         tokens.find_rows(x, block.takes_length_first, block.length_first, block.rearranges)
-        tokens.close()
+        tokens.take_for_told(block.takes_length_first)
         if first.is_given_turned is not None:  # all batches are given alike, and this one may not tell it
             tokens.is_given_turned = first.is_given_turned
         return tokens

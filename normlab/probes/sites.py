@@ -225,21 +225,25 @@ def _norms_outside(module: nn.Module, blocks: set[nn.Module], above: str = "") -
 def _blocks_before(model: nn.Module, names: list[str]) -> int:
     """How many blocks stand before the first: by the number in its name, which in a stage of a pipeline is not 0.
 
-    What stands there and is no block does not count. 0 where the names do not differ in one number that counts on, and
-    where the blocks of a model that embeds its own tokens are numbered from 1.
+    What stands there and is no block does not count: in a `Sequential` modules of another type, else layers without
+    parts, such as an embedding. 0 where the names do not differ in one number that counts on, and where the blocks of a
+    model that embeds its own tokens are numbered from 1. Of one block it is the last number.
     """
     parts = [name.split(".") for name in names]
-    for place, number in enumerate(parts[0]):
-        begin = int(number) if number.isdecimal() else 0
+    numbers = [(place, word) for place, word in enumerate(parts[0]) if word.isdecimal()]
+    for place, number in numbers if len(parts) > 1 else numbers[-1:]:
+        begin = int(number)
         if begin and all(
             part == [*parts[0][:place], str(begin + i), *parts[0][place + 1 :]] for i, part in enumerate(parts)
         ):
             container = model.get_submodule(".".join(parts[0][:place]))
             beside = dict(container.named_children())
-            if not isinstance(container, nn.Sequential):
-                embeds = any(isinstance(module, nn.Embedding) for module in model.modules())
-                return begin - ("0" not in beside and "1" in beside and embeds)
-            return sum(type(beside.get(str(i), beside[number])) is type(beside[number]) for i in range(begin))
+            before = [beside.get(str(i)) for i in range(begin)]  # None: of an earlier stage
+            if isinstance(container, nn.Sequential):
+                return sum(one is None or type(one) is type(beside[number]) for one in before)
+            layers = sum(one is not None and has_matrix(one) and not has_parts(one) for one in before)
+            embeds = any(isinstance(module, nn.Embedding) for module in model.modules())
+            return begin - layers - ("0" not in beside and "1" in beside and embeds)
     return 0
 
 

@@ -377,6 +377,21 @@ def test_the_vectors_of_a_decoders_tokens_may_be_given(t5):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_wrapper_that_takes_no_labels_gets_the_decoders_tokens_made_of_them(t5):
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = t5
+
+        def forward(self, input_ids, decoder_input_ids=None):
+            return self.inner(input_ids=input_ids, decoder_input_ids=decoder_input_ids).logits
+
+    batch = {name: x for name, x in token_batch().items() if name != "attention_mask"}
+    skipped = skip_sensitivity(stacks(Wrapper())["inner.decoder.block"], [batch], layers=[1], **QUIET)
+    whole = skip_sensitivity(stacks(t5)["decoder.block"], [batch], layers=[1], **QUIET)
+    assert skipped["skip_delta_loss"].item() == pytest.approx(whole["skip_delta_loss"].item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("stack", ["model.encoder.layers.*", "model.decoder.layers.*"])
 def test_the_decoders_tokens_that_a_model_makes_of_labels_itself_are_found(stack):
     torch.manual_seed(0)

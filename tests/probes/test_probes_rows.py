@@ -414,11 +414,18 @@ def test_experiments_refuse_tokens_under_a_name_of_their_own_that_the_model_turn
         angular_distance(Turning(True), batches, tokens="last", progress=False)
 
 
-def test_experiments_leave_out_first_tokens_where_records_do():
-    model, batch = Text(), {"input_ids": torch.arange(1, 10).view(3, 3)}
-    assert angular_distance(model, [batch], progress=False).notna().all(axis=None)
-    with pytest.raises(NormlabError, match="cannot be told"):
-        angular_distance(model, [batch], tokens="no_first", progress=False)
+def test_experiments_take_rows_that_nothing_tells_for_batch_and_length():
+    features, square = torch.randn(3, 5, WIDTH), {"input_ids": torch.arange(1, 10).view(3, 3)}
+    for model, batch in ((Stack(PreLN, PreLN), {"x": features}), (Text(), square)):
+        rest = {name: x[:, 1:] for name, x in batch.items()}  # its blocks compute token by token
+        found = angular_distance(model, [batch], tokens="no_first", progress=False)
+        assert (found - angular_distance(model, [rest], progress=False)).abs().max(axis=None) < 1e-6
+    masked = square | {"attention_mask": torch.ones(3, 3)}
+    masked["attention_mask"][1, 2] = 0
+    assert angular_distance(Text(), [masked], progress=False).notna().all(axis=None)
+
+
+def test_experiments_refuse_padding_under_an_unknown_name_of_a_later_batch():
     late = [{"tokens": torch.arange(1, 7).view(2, 3), "pad": pad} for pad in torch.ones(2, 2, 3)]
     late[1]["pad"][0, 2] = 0
 

@@ -195,3 +195,12 @@ def test_some_blocks_of_a_model_have_the_numbers_that_they_have_in_it_everywhere
     assert (angles - expected.loc[2:4, 2:4]).abs().max(axis=None) < 1e-6 and list(angles) == [2, 3, 4]
     maps = layer_maps(some, model, [token_batch(rows=16)], **quiet)
     assert list(maps.index) == [2, 3, 4] and maps.loc[2, 2] < 1e-6 < maps.loc[2, 3]
+
+
+def test_what_stands_before_the_blocks_and_is_none_does_not_count():
+    items = [nn.Embedding(8, 8), *(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)), nn.Linear(8, 8)]
+    assert list(sites(nn.ModuleDict({"parts": nn.ModuleList(items)}), "parts.[123]").layers) == [1, 2, 3]
+    items[0] = nn.Identity()  # in the place of a block that another stage has
+    assert list(sites(nn.ModuleDict({"parts": nn.ModuleList(items)}), "parts.[123]").layers) == [2, 3, 4]
+    stages = nn.ModuleDict({"stages": nn.ModuleList([nn.ModuleList(items[1:3]), nn.ModuleList(items[3:4])])})
+    assert list(sites(stages, "stages.1.*").layers) == [1]
