@@ -206,7 +206,11 @@ def _losing(call: Call, places: Iterable[Place]) -> Iterator[None]:
         yield
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        call.absent |= {f"{site} {layer}": why for site, layer in places}
+        for place in places:
+            if place[0] in GRADIENT_SITES.values():
+                call.lose_gradient(place, why)
+            else:
+                call.absent["{} {}".format(*place)] = why
 
 
 def _place(where: Place | NormRead, is_gradient: bool = False) -> Place | None:

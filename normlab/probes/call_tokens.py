@@ -59,6 +59,12 @@ def _start_of(places: Any, length: int) -> int | None:
     return places if isinstance(places, int) and not isinstance(places, bool) else None
 
 
+def _ranks() -> int:
+    """How many processes train together."""
+    is_one = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+    return 1 if is_one else torch.distributed.get_world_size()
+
+
 class CallTokens:
     """The tokens of one call that a stack of blocks runs on.
 
@@ -195,13 +201,15 @@ class CallTokens:
             self._awaited = x
 
     def _note_parts_of_rows(self) -> None:
-        """Note that the blocks hold fewer positions of each row than the caller gives tokens."""
+        """Note that the blocks may hold a part of each row, as ranks of sequence parallelism do."""
         rows = set(self.possible_rows())
         if len(rows) != 1 or self._is_cached or self._has_others or self.attention_mask is not None:
             return  # a mask of the whole row is refused
         (batch, length), held = rows.pop(), self._held[::-1] if self._turned else self._held
-        if held[0] != batch or held[1] >= length or self._past(length):
+        if held[0] != batch or not 0 < held[1] < length or self._past(length):
             return
+        if length % held[1] or _ranks() % (length // held[1]):
+            return  # what the model itself has left out or pooled
         self.absent[PART_OF_ROW] = (
             f"the blocks hold {held[1]} positions for a row's {length} tokens, and 'all' is of these: where sequence "
             "parallelism splits rows, merge over the ranks that hold the parts, as without group="

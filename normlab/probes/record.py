@@ -46,6 +46,7 @@ from normlab.probes.layout import (
     output_tensor,
     outputs_of,
     replaced,
+    same_tensor,
     stream_of,
     takes_length_first,
 )
@@ -200,6 +201,7 @@ class Recorder:
         self.settled = unsettled()
         self._checkpoints = Checkpoints(self.absent)
         self._has_failed = False  # something could not be measured
+        self._weights: list[Tensor] = []  # of the blocks, when it was opened
 
     # -- the context ---------------------------------------------------------------------------------------------
 
@@ -207,6 +209,7 @@ class Recorder:
         if self._handles:
             raise NormlabError("this recording is already running: make another one with record(model)")
         self._experiments = EXPERIMENTS.running
+        self._weights = [weight for block in self.sites.blocks for weight in block.module.parameters()]
         self._eager = uncompiled(self.sites.model)
         self._eager.__enter__()
         try:
@@ -216,6 +219,12 @@ class Recorder:
             raise
         self.is_open = True
         return self
+
+    def _are_exchanged(self) -> bool:
+        """True if the blocks hold other weights than when the recording was opened."""
+        present = [weight for block in self.sites.blocks for weight in block.module.parameters()]
+        pairs = zip(self._weights, present, strict=False)
+        return len(present) != len(self._weights) or any(not same_tensor(own, weight) for own, weight in pairs)
 
     def __exit__(self, *exception: Any) -> None:
         self.is_open = False
@@ -373,7 +382,7 @@ class Recorder:
         if self.training_only is None and torch.is_grad_enabled():
             self._forget()
             self.training_only = True
-        self.has_own_weights &= not is_on_other_weights()
+        self.has_own_weights &= not (is_on_other_weights() and self._are_exchanged())
         self._flush()
         self._local.call = self.latest = call = Call(self._masks, implicit, inputs)
         call.inputs.mask, call.inputs.settled = self.sites.mask, self.settled
@@ -615,7 +624,7 @@ class Recorder:
 
     def _after(self, block: Block) -> Block:
         """The block that reads what a block returns; for the last one itself."""
-        return next((other for other in self.sites.blocks if other.layer == block.layer + 1), block)
+        return self.sites.blocks[min(block.layer - self.sites.blocks[0].layer + 1, self.sites.depth - 1)]
 
     @staticmethod
     def _passed_on(block: Block, args: tuple, kwargs: dict[str, Any], output: Any) -> Tensor:

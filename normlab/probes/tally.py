@@ -64,3 +64,4 @@ class Tally:
         once, spoiled = call.first_gradients(gradients)
         self.accumulator.add(call, once)
         self.accumulator.forget("gradient", spoiled)
+        self.lost |= call.lost

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import normlab
 from normlab.errors import NormlabError
-from normlab.probes import attention_sinks, record
+from normlab.probes import attention_sinks, call_tokens, record
 
 METRICS = ["token_l2_mean", "max_abs", "grad_l2_mean", "attention_entropy", "massive_activation_ratio"]
 
@@ -193,14 +193,18 @@ TOKENS = torch.randint(0, 32, (3, 8), generator=torch.Generator().manual_seed(1)
 
 
 @pytest.mark.parametrize(
-    ("held", "more", "is_told"),
+    ("held", "ranks", "more", "is_told"),
     [
-        (4, {}, True),
-        (8, {}, False),
-        (4, {"past_key_values": ()}, False),
+        (4, 2, {}, True),
+        (8, 2, {}, False),
+        (4, 2, {"past_key_values": ()}, False),
+        (4, 1, {}, False),  # what a model does by itself: "all" has all that its blocks hold
+        (7, 2, {}, False),
+        (2, 2, {}, False),
     ],
 )
-def test_blocks_that_hold_a_part_of_each_row_are_told(held, more, is_told):
+def test_blocks_that_hold_a_part_of_each_row_are_told(held, ranks, more, is_told, monkeypatch):
+    monkeypatch.setattr(call_tokens, "_ranks", lambda: ranks)
     model = Cut(held)
     with normlab.observe(model, every=1, metrics=["rms"]) as observer, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -247,6 +251,10 @@ def test_the_callback_merges_over_the_ranks_of_its_group(two_ranks):
 def test_weights_that_a_call_is_given_are_not_taken_for_the_models_own():
     model = Stack(PreLN, PreLN)
     weights = {name: 2 * weight.detach() for name, weight in model.named_parameters()}
+    with normlab.observe(model, every=1, metrics=["rms"]) as observer:
+        torch.func.functional_call(model, {name: weight.detach() for name, weight in model.named_parameters()}, (X,))
+        observer.step(1.0, 0)
+    assert "weights" not in observer.absent and "parameter_rms" in set(observer.to_pandas()["metric"])
     with normlab.observe(model, every=1, metrics=["rms"]) as observer:
         torch.func.functional_call(model, weights, (X,))
         with pytest.warns(UserWarning, match="weights are left out: the model runs on others than its own"):
