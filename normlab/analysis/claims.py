@@ -26,6 +26,7 @@ from normlab.analysis.quantities import DEEP, SIZE, last_values, mean_of, quanti
 from normlab.analysis.selection import (
     DIVERGED,
     LEFT_OUT,
+    NOT_LEARNED,
     choose,
     deepest,
     experiments_of,
@@ -104,16 +105,19 @@ def losses(runs: pd.DataFrame) -> pd.DataFrame:
 def extremes(runs: pd.DataFrame) -> pd.DataFrame:
     """The schemes with the largest and the smallest stream after the last block, per depth, before and after training.
 
-    Values are L2 norms of a token: geometric means over seeds, at the learning rate that schemes of the depth share.
+    Values are L2 norms of a token: geometric means over seeds, at the learning rate that schemes of the depth share. A
+    scheme of which a seed has not learned is left out.
 
     Returns:
         Columns `depth learning_rate when largest smallest factor`; factor is largest over smallest. Depths with fewer
         than two schemes are left out.
     """
     chosen = choose(runs, depth=None, same_rate=True)
+    unlearned = set(map(tuple, _unlearned(chosen.runs)[["depth", "scheme"]].to_numpy()))
     found = []
     for when, step in MOMENTS:
         values = last_values(chosen, SIZE, step=step)
+        values = values[[place not in unlearned for place in zip(values["depth"], values["scheme"], strict=True)]]
         sizes = values.groupby(["depth", "scheme"])["value"].agg(mean_of, metric=SIZE)
         for depth, own in sizes[sizes > 0].groupby(level="depth"):
             if len(own) < 2:
@@ -127,6 +131,10 @@ def extremes(runs: pd.DataFrame) -> pd.DataFrame:
             )
     table = pd.DataFrame(found, columns=["depth", "learning_rate", "when", "largest", "smallest", "factor"])
     return table.sort_values(["depth", "when"], ascending=[True, False], ignore_index=True)
+
+
+def _unlearned(about: pd.DataFrame) -> pd.DataFrame:
+    return about[about["status"] == NOT_LEARNED]
 
 
 def apart(runs: pd.DataFrame) -> str:
@@ -143,12 +151,14 @@ def apart(runs: pd.DataFrame) -> str:
     written = "{0.factor:.1f} times the smallest ({0.largest}, {0.smallest}".format
     before, after = map(written, found.itertuples())
     rates = found["learning_rate"].iloc[0]
-    differ = choose(runs, same_rate=True).runs["lr"].nunique() > 1
+    chosen = choose(runs, same_rate=True).runs
+    differ = chosen["lr"].nunique() > 1
     own = ", so the ratio after training is not the effect of normalization alone" if differ else ""
+    without = ", ".join(map(title_of, in_order(_unlearned(chosen)["scheme"])))
     return (
         f"Before training, the largest residual stream after {depth} blocks is {before}; L2 norm of a token). "
         f"After training it is {after}). Learning rate: {rates}{own}."
-    )
+    ) + (f" Left out, as not every seed has learned: {without}." if without else "")
 
 
 def growth(runs: pd.DataFrame) -> pd.DataFrame:

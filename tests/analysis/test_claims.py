@@ -270,6 +270,8 @@ def test_the_extremes_are_the_geometric_means_of_the_last_layer():
     written = "{0.factor:.1f} times the smallest ({0.largest}, {0.smallest}".format
     assert all(written(row) in said for row in deep.itertuples())
     assert claims.apart(table(SCHEMES[:2], depths=(4,), statuses={("lns", 4): "diverged"})) == ""
+    poor = claims.apart(table(SCHEMES, depths=(4,), statuses={("pre_rmsnorm", 4): "not_learned"}))
+    assert "Pre-LN" not in poor.split("Left out")[0] and poor.endswith("as not every seed has learned: Pre-LN.")
     alike = table(SCHEMES[:2], depths=(4,))
     alike.loc[alike["metric"] == "token_l2_mean", "value"] = 2.0
     assert "is 1.0 times the smallest (LNS 2, Pre-LN 2;" in claims.apart(alike), "two schemes, though they tie"
