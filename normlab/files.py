@@ -112,8 +112,10 @@ def locked(path: Path, busy: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
-        lock.release()
+        try:
+            path.unlink(missing_ok=True)
+        finally:
+            lock.release()
 
 
 def publish(staged: Path, final: Path) -> None:

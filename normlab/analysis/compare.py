@@ -13,7 +13,16 @@ from typing import Any
 import pandas as pd
 
 from normlab.analysis.quantities import QUANTITIES, quantity_row, values_of
-from normlab.analysis.selection import DIVERGED, Selection, checked, chosen, in_order, require_one_text, summarize
+from normlab.analysis.selection import (
+    DIVERGED,
+    NothingToShow,
+    Selection,
+    checked,
+    chosen,
+    in_order,
+    require_one_text,
+    summarize,
+)
 from normlab.analysis.verdicts import (
     LEVEL,
     bracketed,
@@ -156,7 +165,10 @@ def chosen_pair(
     if where["step"] is None:
         _require_same_length(own.runs, a, b)
     for _, here in own.runs.groupby("depth"):
-        require_one_text(here)
+        try:
+            require_one_text(here)
+        except NothingToShow as error:
+            raise NothingToShow(f"{a} and {b}: {error}") from None
     return own
 
 

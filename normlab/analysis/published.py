@@ -105,7 +105,8 @@ def _their_ratios(rows: pd.DataFrame, base: str) -> pd.DataFrame:
         return pd.DataFrame()
     first, others = own.iloc[0], rows[rows["scheme"] != base]
     ratio, error = others["value"] / first["value"], others["relative_error"]
-    table = others[["model", "depth", "scheme"]].assign(quantity=first["metric"], ratio=ratio, seeds=pd.NA)
+    table = others.reindex(columns=["model", "depth", "scheme"])
+    table = table.assign(quantity=first["metric"], ratio=ratio, seeds=pd.NA)
     table["source"] = others["paper"] + ", " + others["where"]
     return table.assign(low=ratio * (1 - error) / (1 + error), high=ratio * (1 + error) / (1 - error))
 

@@ -34,6 +34,7 @@ from normlab.schemes import SCHEMES
 NEEDED = tuple(name for name in COLUMNS if name not in ("tokens", "dtype", "recipe"))
 TWINS_SHARE = ["scheme", "depth", "seed", "lr", "steps"]  # runs that differ in precision alone
 MANY = 8  # schemes that a reader can tell apart
+_EMPTY = "The table is empty: no run has been trained yet."
 LEFT_OUT = "normlab.left_out"  # in the attrs of the table of `fully_tried`: why a scheme is not there, by depth
 NEEDED_OF_EXPERIMENTS = ("scheme", "depth", "seed", "metric", "part", "layer", "value")
 
@@ -128,9 +129,15 @@ def _require_one_recipe(runs: pd.DataFrame) -> None:
 
 
 def depths_of_most(table: pd.DataFrame) -> list[int]:
-    """The depths at which most schemes of a table were run, shallow first.
+    """The depths at which the most schemes of a table were run, shallow first."""
+    counts = table.groupby("depth")["scheme"].nunique()
+    return sorted(int(depth) for depth in counts.index[counts == counts.max()])
 
-    These have three schemes or more, half as many as the depth with most, and half as many seeds as any of these. A
+
+def whole_depths(table: pd.DataFrame) -> list[int]:
+    """The depths that are not just begun, shallow first.
+
+    They have three schemes or more, half as many as the depth with most, and half as many seeds as any of these. A
     depth's seeds are the median over its schemes. Of fewer schemes they are the depths with most.
     """
     by_depth = table.groupby(["depth", "scheme"], observed=True)["seed"].nunique().groupby("depth")
@@ -140,8 +147,8 @@ def depths_of_most(table: pd.DataFrame) -> list[int]:
 
 
 def deepest(table: pd.DataFrame) -> int:
-    """The deepest of `depths_of_most`: a depth that a sweep has just begun is not shown in place of a whole one."""
-    return max(depths_of_most(table))
+    """The deepest of `whole_depths`, of a table of one width."""
+    return max(whole_depths(table))
 
 
 def width_of_most(about: pd.DataFrame) -> int:
@@ -151,6 +158,8 @@ def width_of_most(about: pd.DataFrame) -> int:
         about: the table of `normlab.load_runs`, or `summarize` of it.
     """
     by_run = about.drop_duplicates("run") if "run" in about else about
+    if by_run.empty:
+        raise NothingToShow(_EMPTY)
     return int(by_run["width"].mode().iloc[0])
 
 
@@ -436,9 +445,9 @@ def choose(
     that differ in precision alone, the one in the precision of most runs is taken: a seed moves the loss further.
 
     Args:
-        depth: a number of blocks, None for all, or "deepest": the deepest at which most schemes were trained. With
-            `same_rate` a depth at which they share a rate is preferred.
-        width: default: the one with most runs.
+        depth: a number of blocks, None for all, or "deepest": the deepest with half as many schemes as the depth with
+            most, and half as many seeds. With `same_rate` a depth at which they share a rate is preferred.
+        width: default: the one with most runs, at that depth where it has no run of another.
         schemes: default all. Control schemes in the table are always added, where they have the depth and width that
             these choose.
         same_rate: at each depth show all schemes at one learning rate, if all were run with it.
@@ -509,7 +518,7 @@ def placed(
 ) -> pd.DataFrame:
     """The rows of `summarize` at the width and depth that `choose` takes, or of all depths, at all learning rates."""
     if about.empty:
-        raise NothingToShow("The table is empty: no run has been trained yet.")
+        raise NothingToShow(_EMPTY)
     if schemes is not None:
         known = set(about["scheme"])
         unknown = [name for name in schemes if name not in known]
@@ -518,7 +527,9 @@ def placed(
         wanted = set(schemes) | {name for name in known if name in SCHEMES and SCHEMES[name].is_control}
         about = about[about["scheme"].isin(wanted)]
     asked = about[about["scheme"].isin(schemes)] if schemes else about  # controls choose neither width nor depth
-    width = width_of_most(asked) if width is None else width
+    if width is None:
+        width, here = width_of_most(asked), asked[asked["depth"] == depth]
+        width = width if here.empty or width in set(here["width"]) else width_of_most(here)
     about, of_widths, asked = about[about["width"] == width], asked, asked[asked["width"] == width]
     if asked.empty:
         of = f"{', '.join(schemes)} at " if schemes else ""
@@ -526,7 +537,7 @@ def placed(
     if isinstance(depth, str) and depth != "deepest":
         raise NormlabError(f"depth is {depth!r}: give a number of blocks, 'deepest', or None for all")
     if depth == "deepest":
-        full = depths_of_most(asked)
+        full = whole_depths(asked)
         shared = [d for d in full if same_rate and len(_common_rates(about[about["depth"] == d]))]
         depth = max(shared or full)
     depth = None if depth is None else int(depth)

@@ -45,7 +45,7 @@ def loss_by_rate(runs: pd.DataFrame, depth: int | None = None) -> go.Figure:
 
     Args:
         runs: the table of `normlab.load_runs`.
-        depth: a number of blocks; default: the deepest at which most schemes were trained.
+        depth: a number of blocks; default: the deepest, as `normlab.choose` takes it.
     """
     about, depth = _at_all_rates(runs, depth)
     tried = about.groupby("scheme")["lr"].nunique()
@@ -131,7 +131,7 @@ def quantity_by_rate(runs: pd.DataFrame, quantity: str = "growth", depth: int | 
     Args:
         runs: the table of `normlab.load_runs`.
         quantity: a name of `normlab.analysis.quantities.QUANTITIES` or of `METRICS`, after the last block.
-        depth: a number of blocks; default: the deepest at which most schemes were trained.
+        depth: a number of blocks; default: the deepest, as `normlab.choose` takes it.
     """
     row, (about, depth) = quantity_row(quantity), _at_all_rates(runs, depth)
     label = "held-out loss" if quantity == "loss" else row.label

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,10 @@ def _growth_rate(same: Selection, depth: int) -> str:
 def _where(path: str | Path, runs: pd.DataFrame) -> str:
     """The runs' precision, and the device, from their manifests."""
     names = set(runs["run"])
-    devices = sorted({_device(run.manifest.get("environment", {})) for run in read_runs(path) if run.name in names})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of damaged runs, which reading the table has told
+        manifests = [run.manifest for run in read_runs(path) if run.name in names]
+    devices = sorted({_device(manifest.get("environment", {})) for manifest in manifests})
     return f"in {' and '.join(sorted(runs['dtype'].unique()))} on {' and '.join(devices)}"
 
 

@@ -96,7 +96,8 @@ def test_controls_choose_neither_depth_nor_width():
 def test_a_depth_that_is_there_at_another_width_is_named_with_it():
     runs = pd.concat([table(("lns", "bhyt"), (2,)), one_run("lns", 4).assign(width=32)], ignore_index=True)
     with pytest.raises(NothingToShow, match="No run of depth 4 at width 16 .* has that depth at width 32"):
-        choose(runs, 4)
+        choose(runs, 4, width=16)
+    assert choose(runs, 4).runs["width"].tolist() == [32]
     with pytest.raises(NothingToShow, match="No run of depth 8 in the table, which has depth 2"):
         choose(runs, 8)
     for depth in (None, 8):

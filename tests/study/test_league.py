@@ -310,3 +310,11 @@ def test_the_cost_of_deep_blocks_is_their_mean_without_the_last(tmp_path):
     rows = [("skip_delta_loss", "block", layer, None, 0.1 * layer, 0.0) for layer in range(1, 9)]
     pd.DataFrame(rows, columns=EXPERIMENT_COLUMNS).to_parquet(run / EXPERIMENTS, index=False)
     assert contenders(league.load([tmp_path]), at=config().lr)["deep_cost"].tolist() == [pytest.approx(0.6)]
+
+
+def test_the_league_is_of_the_depth_with_most_schemes_though_half_of_them_are_deeper():
+    schemes = ("pre_rmsnorm", "lns", "bhyt", "dyt")
+    runs = pd.concat([one_run(scheme, depth) for depth in (8, 16) for scheme in schemes[: 24 // depth + 1]])
+    assert sorted(runs.groupby("depth")["scheme"].nunique()) == [2, 4] and choose(runs).depths == [8]
+    runs = pd.concat([runs, one_run("bhyt", 16)])
+    assert choose(runs).depths == [16] and {*contenders(runs)["depth"]} == {8} and len(contenders(runs)) == 4
