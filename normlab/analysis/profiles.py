@@ -11,7 +11,16 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.quantities import mean_over, on_scale
-from normlab.analysis.selection import MANY, NothingToShow, Selection, choose, depths_of_most, summarize, title_of
+from normlab.analysis.selection import (
+    MANY,
+    NothingToShow,
+    Selection,
+    choose,
+    depths_of_most,
+    summarize,
+    title_of,
+    whole_depths,
+)
 from normlab.analysis.theory import predict_runs
 from normlab.analysis.verdicts import LEVEL, t_quantile, variance_over_seeds
 from normlab.errors import NormlabError
@@ -349,6 +358,8 @@ def by_family(schemes: Sequence[str]) -> dict[str, list[str]]:
 def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> View | None:
     """Block outputs after the last step, at the deepest depth at which most of the schemes were run.
 
+    A depth with less than half as many seeds as another is none, as one that a sweep has just begun.
+
     A depth at which they share a learning rate is preferred, and that rate is shown. None when nothing was measured.
 
     Raises:
@@ -363,7 +374,7 @@ def default_view(profiles: Profiles, schemes: Sequence[str] | None = None) -> Vi
     site = profiles.sites(metric)[0]
     mask = profiles.masks(metric, site)[0]
     runs = profiles.chosen.runs if schemes is None else profiles.chosen.runs.query("scheme in @schemes")
-    most = depths_of_most(runs)
+    most = whole_depths(runs[runs["depth"].isin(depths_of_most(runs))])
     with_steps = [depth for depth in profiles.depths if profiles.steps(metric, site, mask, depth)]
     with_steps = [depth for depth in with_steps if depth in most] or with_steps
     depth = ([depth for depth in with_steps if depth in profiles.shared] or with_steps)[-1]

@@ -370,6 +370,8 @@ def test_magnitudes_are_shown_at_the_deepest_depth_that_shares_a_rate_and_losses
     assert choose(apart, same_rate=True).depths == [8] and default_view(Profiles(apart)).depth == 8
     lonely = pd.concat([apart, one_run("bhyt", depth=16, lr=1e-3)])
     assert default_view(Profiles(lonely)).depth == 8, "at 16 there is but one of the two"
+    begun = pd.concat([table(("lns", "bhyt"), (2,), seeds=(0, 1, 2)), table(("lns", "bhyt"), (4,), seeds=(0,))])
+    assert default_view(Profiles(begun)).depth == 2, "one seed of three"
     assert default_view(Profiles(lonely), ["bhyt"]).depth == 16
 
 
