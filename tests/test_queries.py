@@ -194,6 +194,23 @@ def test_a_recipe_of_a_schemes_own_is_said_below_the_papers_table(code, one_lost
     assert first == "- Runs of 8 blocks were trained differently: warmup 0.1 and 0.3 (LNS)." and "24 blocks" in second
 
 
+def test_what_pages_say_of_seeds_and_of_bhyts_tanh_holds():
+    runs = shipped_runs("grid").query("depth == 8")
+    about = summarize(runs)
+    seeds = about.groupby(["scheme", "lr"])["seed"].nunique()
+    assert seeds["bhyt", 0.004] == seeds["rmsnorm_gain", 0.004] == 1, "README: the 0.12 alone is of four seeds"
+    assert seeds["bhyt", 0.008] == seeds["pre_rmsnorm", 0.004] == 4
+    poor = about[~has_learned(about)].groupby(["scheme", "lr"])["seed"].nunique()
+    assert poor["dyt", 0.008] == 1 and "mix_ln" not in poor, "docs/papers.md"
+    assert {"mix_ln"} == {"mix_ln", "post_rmsnorm", "deepnorm"} & set(about["scheme"])
+    ends = runs.query("site == 'block_out' and metric == 'token_l2_mean' and mask == 'all'")
+    ends = ends.query("layer == 8 and seed == 0")
+    size = ends[ends["step"] == ends["step"].max()].pivot_table(index="lr", columns="scheme", values="value")
+    loss = about[about["seed"] == 0].pivot_table(index="lr", columns="scheme", values="eval_loss")
+    lost, larger = loss["bhyt_linear"] - loss["bhyt"], size["bhyt_linear"] / size["bhyt"]
+    assert lost.abs().idxmax() == larger.idxmax() == 0.004, "where the tanh matters most"
+
+
 def test_what_the_findings_say_without_a_number_holds():
     """The sentences on blocks, on sizes after block 1, on rates and on initial weights."""
     experiments = normlab.load_experiments(ROOT / "data" / "gpu")
