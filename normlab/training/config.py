@@ -396,8 +396,7 @@ class TrainConfig:
 
     def identity(self) -> dict[str, Any]:
         """The fields that numbers depend on."""
-        names = {spec.name for spec in dataclasses.fields(self) if spec.metadata["identity"]}
-        return {name: value for name, value in self.to_dict().items() if name in names}
+        return {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self) if spec.metadata["identity"]}
 
     def to_arguments(self) -> list[str]:
         """Arguments of `normlab train` for this configuration: every field that differs from its default."""

@@ -18,7 +18,7 @@ from normlab.norms.gain import gain_centre, gain_names
 from normlab.probes import record, sites
 from normlab.probes.layout import hidden_state, output_tensor, with_output
 from normlab.probes.passes import device_of, evaluating
-from normlab.probes.sites import Block
+from normlab.probes.sites import Block, Sites
 
 KINDS = {"attention": "attn", "mlp": "mlp"}  # a branch's name in a change, and in blocks and probes
 SLOPES = {"lam": "λ", "alpha": "α"}  # the parameter in front of x inside a tanh or erf norm
@@ -86,8 +86,8 @@ def slope_of(norm: Any) -> str | None:
 
 
 @contextmanager
-def changed(model: nn.Module, change: Change) -> Iterator[None]:
-    """The model with the change made; afterwards it is bit for bit what it was.
+def changed(model: nn.Module, change: Change) -> Iterator[Sites]:
+    """The model with the change made; afterwards it is bit for bit what it was. Gives its sites, to record it there.
 
     Raises:
         NormlabError: a layer that the model lacks, or a branch that returns the stream with itself added.
@@ -102,7 +102,7 @@ def changed(model: nn.Module, change: Change) -> Iterator[None]:
     with ExitStack() as undo:
         for block in blocks:
             _change_block(block, own[block.layer], undo, written)
-        yield
+        yield where
 
 
 Written = Mapping[tuple[str, int], Mapping[nn.Module, str]]  # (kind, layer) -> modules and how their outputs count
@@ -276,6 +276,6 @@ def _finite(values: Iterable[float]) -> list[float | None]:
 
 def _run(model: nn.Module, tokens: Tensor, change: Change) -> tuple[Any, Any]:
     """The changed model's output, and its layers' statistics."""
-    with evaluating(model), changed(model, change), torch.no_grad(), record(model, list(MEASURED)) as recorder:
+    with evaluating(model), changed(model, change) as where, torch.no_grad(), record(where, list(MEASURED)) as recorder:
         output = model(input_ids=tokens, labels=tokens, use_cache=False)
     return output, recorder.stats().to_pandas()

@@ -32,9 +32,13 @@ def test_a_folder_of_notebooks_becomes_pages(tmp_path, capsys, monkeypatch):
     notebook(notebooks / "a.ipynb", show)
     notebook(notebooks / "b.ipynb", "raise ValueError('no such layer')")
     notebook(notebooks / "c.ipynb", show)
+    notebook(notebooks / "d.ipynb", "import os; os._exit(1)")
+    out.mkdir()
+    (out / "d.html").write_text("of an earlier day")  # goes
     arguments = [str(notebooks), "--runs", str(runs), "--out", str(out), "--jobs", "1"]
     assert main(arguments) == 1
-    assert "b.ipynb: ValueError: no such layer" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "b.ipynb: ValueError: no such layer" in said and "d.ipynb: Kernel died" in said
     assert sorted(path.name for path in out.glob("*.*")) == [
         *("a.html", "c.html", "explorer.html", "index.html", "plotly.min.js")
     ]
@@ -47,11 +51,11 @@ def test_a_folder_of_notebooks_becomes_pages(tmp_path, capsys, monkeypatch):
 
     kept = printed("c")
     assert printed("a")[:4] == kept[:4] == [str(runs), str(notebooks), "plotly_mimetype", "nothing"]
-    (notebooks / "b.ipynb").unlink()
-    notebook(notebooks / "a.ipynb", "import os; os._exit(1)")  # its page goes, and no other is left
+    for name in ("a", "b", "d"):
+        (notebooks / f"{name}.ipynb").unlink()
     monkeypatch.setattr(pages, "explorer_page", lambda *_, **__: out / "explorer.html")  # it is there
     monkeypatch.setattr(pages, "share_plotly", lambda _: None)
-    assert main([*arguments, "--keep"]) == 1 and not (out / "a.html").exists()
+    assert main([*arguments, "--keep"]) == 0
     assert (out / "c.html").exists() and printed("c") == kept
     assert main([str(tmp_path / "none"), "--runs", str(runs), "--out", str(out)]) == 2
 
@@ -74,6 +78,8 @@ def test_a_page_is_kept_only_for_the_runs_that_it_was_made_of(tmp_path, monkeypa
 
     assert made_of(first) == [str(first)] and made_of(first, "--keep") == []
     assert made_of(second, "--keep") == [str(second)] and made_of(second, "--keep") == []
+    notebook(notebooks / "a.ipynb", "1 + 2")
+    assert made_of(second, "--keep") == [str(second)]
     run = next(second.iterdir())
     later = (out / "executed" / "a.ipynb").stat().st_mtime + 10
     os.utime(run / MANIFEST, (later, later))  # a run that was trained further

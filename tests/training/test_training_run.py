@@ -259,7 +259,7 @@ def test_a_loss_below_the_trigram_loss_counts_as_learned(go, tmp_path):
     sentences = [" ".join(choose.choices(WORDS, k=40)) for _ in range(12)]
     path = tmp_path / "text.txt"
     path.write_text("\n\n".join(choose.choice(sentences) for _ in range(300)))
-    config = tiny(path, scheme="pre_rmsnorm", lr=1e-2, steps=100, batch_size=8, probe_every=0, eval_every=100)
+    config = tiny(path, scheme="pre_rmsnorm", depth=1, lr=1e-2, steps=100, batch_size=8, probe_every=0, eval_every=100)
     run = go(config, tmp_path / "out")
     assert run.status == "finished"
     assert run.eval_loss < run.manifest["trigram_loss"] - 0.2

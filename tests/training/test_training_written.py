@@ -95,10 +95,11 @@ def test_weights_are_left_out_on_request(text, go, tmp_path):
 # --- starting again ---
 
 
-def test_a_finished_run_is_not_trained_again(text, go, tmp_path, monkeypatch):
-    run = go(tiny(text), tmp_path)
+def test_a_finished_run_is_not_trained_again(done, text, go, tmp_path, monkeypatch):
+    shutil.copytree(done.path, tmp_path / done.name)
     monkeypatch.setattr(run_module, "_run", lambda *_: pytest.fail("trained again"))
-    assert go(replace(tiny(text), threads=2, keep_weights=False, checkpoint_every=0), tmp_path).path == run.path
+    config = replace(tiny(text), threads=2, keep_weights=False, checkpoint_every=0)
+    assert go(config, tmp_path).path == tmp_path / done.name
 
 
 def test_weights_that_a_finished_run_lacks_are_one_warning_and_none_in_a_sweep(text, go, cache, tmp_path):
@@ -281,23 +282,22 @@ def _rewrite(config: TrainConfig, out: Path, step: int, begun: dict[str, Any]) -
     list_files(checkpoint)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_a_full_disk_is_one_line_leaves_nothing_half_written_and_the_run_goes_on_later(
+    done, text, go, tmp_path, monkeypatch
+):
+    config = tiny(text)
+    errors = (
         OSError(errno.ENOSPC, "No space left on device"),
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5952 vs 5844"),
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_a_full_disk_is_one_line_leaves_nothing_half_written_and_the_run_goes_on_later(
-    error, done, text, go, tmp_path, monkeypatch
-):
-    config = tiny(text)
-    _break_off(monkeypatch, go, config, tmp_path, error)
-    work = tmp_path / store.PARTIAL / config.run_id
-    assert not (tmp_path / config.run_id).exists()
-    assert {path.name for path in work.iterdir()} == {"checkpoint-3", store.ROWS}
-    run = go(config, tmp_path)
+    )
+    for place, error in enumerate(errors):
+        out = tmp_path / str(place)
+        _break_off(monkeypatch, go, config, out, error)
+        assert not (out / config.run_id).exists()
+        left = (out / store.PARTIAL / config.run_id).iterdir()
+        assert {path.name for path in left} == {"checkpoint-3", store.ROWS}, error
+    run = go(config, out)
     assert run.manifest["measured"]["resumed_from_step"] == 3
     assert (run.path / runs.STATS).read_bytes() == (done.path / runs.STATS).read_bytes()
 

@@ -257,22 +257,26 @@ def test_the_change_is_a_trait_and_what_is_shown():
     widget = Intervene(model_of("bhyt"), TOKENS)
     assert repr(widget) == "Intervene(NormlabForCausalLM)"
 
-    def size(state: str) -> list[float]:
-        return list(traces(widget)[f"{state} size"].y)
+    def sizes() -> list[list[float]]:
+        lines = traces(widget)
+        return [list(lines[f"{state} size"].y) for state in ("as it is", "intervened")]
 
-    assert size("intervened") == size("as it is")
+    before, after = sizes()
+    assert after == before
     widget.change = Change(gain=4.0, layers={1: {"block": 0}})
     assert widget.change == {"gain": 4.0, "layers": {"1": {"block": 0.0}}}
-    assert size("intervened")[-1] > 1.02 * size("as it is")[-1]
-    assert size("intervened")[1] == pytest.approx(size("intervened")[0])
+    trained, after = sizes()
+    assert trained == before and after[-1] > 1.02 * before[-1]
+    assert after[1] == pytest.approx(after[0])
     token = traces(widget)["intervened token"]
     assert sum(token.x) <= 1.0 and len(token.y) == 8
     widget.change = {"kappa": 0.25}
-    assert max(traces(widget)["intervened share"].y) > 0.0 == max(traces(widget)["as it is share"].y)
+    shown = traces(widget)
+    assert max(shown["intervened share"].y) > 0.0 == max(shown["as it is share"].y)
     with pytest.raises(NormlabError, match="not a change: block is 2; it must be at most 1"):
         widget.change = {"block": 2}
     widget.undo()
-    assert widget.change == {} and size("intervened") == size("as it is")
+    assert widget.change == {} and sizes() == [before, before]
 
 
 def test_the_figures_next_token_is_that_of_the_chosen_row_and_token():
