@@ -244,6 +244,7 @@ def test_what_the_findings_say_without_a_number_holds():
     moves = rates.max() - rates.min()
     assert sorted(moves.nsmallest(2).index) == ["beam", "peri_ln"] and moves[["beam", "peri_ln"]].max() < 0.065
     assert moves["pre_rmsnorm"] == pytest.approx(0.18, abs=0.005)
+    assert moves["lns"] == pytest.approx(0.11, abs=0.005)
     assert moves["block_attn_residuals"] == pytest.approx(0.44, abs=0.005)
     assert sorted(about.loc[~has_learned(about), ["scheme", "lr", "seed"]].values.tolist()) == [
         ["dyt", 0.008, 3],
