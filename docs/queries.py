@@ -19,7 +19,7 @@ table. A table of several has a row per scheme and rate. `:1` is the layer, `onl
 `main` being all that have this tag. A loss in italics is not below the trigram model.
 Where a run diverged a cell is "1 of 4 diverged", and QUANTITY is refused: a number would be of the other seeds.
 
-    <!-- seeds: deep_cost @ grid depth=8 -->
+    <!-- seeds: deep_cost @ grid depth=8 only=main -->
 
 A row per scheme that has four seeds at its best rate, a column per seed.
 
@@ -97,11 +97,8 @@ def answer(query: str) -> str:
         return shown(eval(match["expression"], {"t": _file(match["file"]), "pd": pd, "np": np}))
     if match := TABLE.fullmatch(query):
         options = _options(match)
-        runs, digits = picked(match["folder"], options), int(options.get("digits", 2))
+        runs, digits = picked(match["folder"], options, match["b"]), int(options.get("digits", 2))
         names = match["quantities"].split()
-        if "only" in options:
-            rows = [tagged(name) if name in TAGS else (name,) for name in options["only"].split(",")]
-            runs = runs[runs["scheme"].isin({match["b"], *chain(*rows)})]
         return by_rate(runs, names[0], match["b"], digits) if len(names) == 1 else side_by_side(runs, names, digits)
     if match := BY_SEED.fullmatch(query):
         options = _options(match)
@@ -206,8 +203,8 @@ def side_by_side(runs: pd.DataFrame, quantities: list[str], digits: int) -> str:
     return table(("scheme", "rate", *heads), lines)
 
 
-def picked(folder: str, options: Mapping[str, Any]) -> pd.DataFrame:
-    """The runs of a shipped folder with these fields of their configuration, of one depth."""
+def picked(folder: str, options: Mapping[str, Any], b: str | None = None) -> pd.DataFrame:
+    """The runs of a shipped folder with these fields of their configuration, of one depth. `only` leaves `b`."""
     runs, configs = _runs(folder), _configs(folder)
     for name in options.keys() - set(FORMS):
         if name not in configs:
@@ -215,6 +212,9 @@ def picked(folder: str, options: Mapping[str, Any]) -> pd.DataFrame:
         column = configs[name]
         is_it = column.isna() if options[name] == "none" else column.eq(float(options[name]))
         runs = runs[runs["run"].isin(configs.index[is_it])]
+    if "only" in options:
+        rows = [tagged(name) if name in TAGS else (name,) for name in options["only"].split(",")]
+        runs = runs[runs["scheme"].isin({b, *chain(*rows)})]
     if runs.empty:
         raise ValueError(f"data/{folder} has no such runs")
     if runs["depth"].nunique() > 1:
