@@ -39,7 +39,8 @@ def initial_std(folder: str | Path) -> str:
     stds = {config.get("init_std") or INIT_STD for config in configs}
     known = (name for name in in_order({config["scheme"] for config in configs}) if name in SCHEMES)
     own = [title_of(name) for name in known if SCHEMES[name].starts_by_own_rule]
-    but = f", but for {'; '.join(own)}, which have a rule of their own" if own else ""
+    rule = "has a rule of its own" if len(own) == 1 else "have a rule of their own"
+    but = f", but for {'; '.join(own)}, which {rule}" if own else ""
     return f"The initial weights of these models have std {', '.join(f'{std:g}' for std in sorted(stds))}{but}."
 
 

@@ -71,7 +71,9 @@ def test_initial_weights_are_those_of_the_configurations(tmp_path):
     assert tables.initial_std(tmp_path).endswith("have std 0.02.")
     make_run(tmp_path, "new", config=config | {"init_std": 0.113})
     assert tables.initial_std(tmp_path).endswith("have std 0.02, 0.113.")
-    for name in ("ngpt", "deepnorm", "of_a_file"):
+    make_run(tmp_path, "deepnorm", config=config | {"scheme": "deepnorm"})
+    assert tables.initial_std(tmp_path).endswith(", but for DeepNorm, which has a rule of its own.")
+    for name in ("ngpt", "of_a_file"):
         make_run(tmp_path, name, config=config | {"scheme": name})
     said = "have std 0.02, 0.113, but for DeepNorm; nGPT, which have a rule of their own."
     assert tables.initial_std(tmp_path).endswith(said)
