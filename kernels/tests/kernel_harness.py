@@ -126,7 +126,8 @@ def assert_close(
 ) -> None:
     """Each tensor: error <= 2x PyTorch's own + 1e-5 of its largest value, or of `least` if that is larger.
 
-    The interpreter truncates fp32 to bf16 where hardware rounds, which costs up to one unit in the last place.
+    The interpreter truncates fp32 to bf16 where hardware rounds, which costs up to one unit in the last place: of a sum
+    before the norm too, so two of its mean square.
     """
     assert ours.keys() == exact.keys(), what
     for name, reference in exact.items():
@@ -136,6 +137,7 @@ def assert_close(
             continue
         size = reference.abs().max().clamp(min=least)
         ulp = 2.0**-7 if INTERPRETING and ours["y"].dtype == torch.bfloat16 else 0.0
+        ulp *= 2 if name == "ms" and "s" in exact else 1
         error = (ours[name].double() - reference).abs().max()
         theirs = (torchs[name].double() - reference).abs().max()
         if reference.numel() == 1:  # PyTorch's error may be small by luck: allow what rounding each term once gives
