@@ -144,7 +144,7 @@ def test_a_fault_is_noticed(page, fault):
 )
 def test_random_changes_of_the_shipped_models(page, name, count):
     model, tokens = normlab.load_model(name), normlab.load_held_out(name)[5:6, :64]
-    changes = [random_change(8, random.Random(f"{name} {turn}")) for turn in range(count)]
+    changes = [random_change(model.config.num_hidden_layers, random.Random(f"{name} {turn}")) for turn in range(count)]
     found = worst(page, model, changes, tokens, weights=weights_of(model_folder(name)))
     print(name, found)
     assert agrees(found)
