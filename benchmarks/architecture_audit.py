@@ -100,15 +100,18 @@ class Kept:
         blocks = {(i, name): entry[name] for i, entry in enumerate(self.runs) for name in ("h", "out")}
         return blocks | {(module, i): x for module, read in self.norms.items() for i, x in enumerate(read)}
 
+    def _floats(self, value: Any) -> list[Tensor]:
+        return [t for t in tensors(value) if t.is_floating_point() and t.ndim >= 2]
+
     def _float(self, value: Any) -> Tensor | None:
-        return next((t for t in tensors(value) if t.is_floating_point() and t.ndim >= 2), None)
+        return next(iter(self._floats(value)), None)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        read = [t for t in tensors([*args, *kwargs.values()]) if t.is_floating_point() and t.ndim >= 2]
-        before = self.runs[-1].get("out") if self.runs else None
-        # A Reformer's block is given another stream first.
-        same = (t for t in read if before is not None and t.shape == before.shape and torch.equal(t.double(), before))
-        x = next(same, read[0] if read else None)
+        read = self._floats([*args, *kwargs.values()])
+        x = next(iter(read), None)
+        if self.runs and type(self.runs[-1]["module"]) is type(module) and "out" in self.runs[-1]:
+            before = self.runs[-1]["out"]  # a Reformer's block is given another stream first
+            x = next((t for t in read if t.shape == before.shape and torch.equal(t.double(), before)), x)
         entry: dict[str, Any] = {"module": module, "h": None if x is None else x.detach().double()}
         if x is not None and x.requires_grad:
             x.register_hook(lambda g, e=entry: e.__setitem__("grad", g.detach().double()))
@@ -371,9 +374,8 @@ class Audit:
         for layer, entry in enumerate(kept.runs, start=1):
             h, out = entry["h"], entry["out"]
             read = [x.float() for _, x, _ in kept.normed if x.shape == h.shape == out.shape]
-            if any(torch.equal((h + out).float(), x) for x in read):
-                entry["out"] = h + out  # the model adds what the block returns to what it read
-            self._activation(entry["out"], ("block_out", layer))
+            is_added = any(torch.equal((h + out).float(), x) for x in read)  # by the model, to what the block read
+            self._activation([out, h + out] if is_added else out, ("block_out", layer))
             self._contribution(layer, entry, kept, layer in scaled)
         for norm, (site, layer) in rec.norm_sites.items():
             if (site, layer, "rms", "all") in self.values and norm in kept.norms:

@@ -204,7 +204,7 @@ def side_by_side(runs: pd.DataFrame, quantities: list[str], digits: int) -> str:
 
 
 def picked(folder: str, options: Mapping[str, Any], b: str | None = None) -> pd.DataFrame:
-    """The runs of a shipped folder with these fields of their configuration, of one depth. `only` leaves `b`."""
+    """The runs of a shipped folder with these fields of their configuration, of one depth. `only` keeps `b` too."""
     runs, configs = _runs(folder), _configs(folder)
     for name in options.keys() - set(FORMS):
         if name not in configs:

@@ -260,7 +260,7 @@ def test_what_the_findings_say_without_a_number_holds():
     assert uniform.loc[["bhyt", "rmsnorm_gain"]].values.tolist() == [[3, 4], [1, 3]]
     narrow, fit = (normlab.load_configs(ROOT / "data" / name) for name in ("initial_weights", "grid"))
     fit = fit[fit["scheme"].isin(NAMED)]
-    narrow = narrow[narrow["init_std"].isna()].set_index(["scheme", "lr"])["eval_loss"]
+    narrow = narrow[narrow["init_std"].isna() & (narrow["depth"] == 8)].set_index(["scheme", "lr"])["eval_loss"]
     lost = narrow - fit[(fit["seed"] == 0) & (fit["depth"] == 8)].set_index(["scheme", "lr"])["eval_loss"]
     deeper = fit[np.isclose(fit["lr"], 0.004) & (fit["seed"] == 0)]
     deeper = deeper.pivot(index="depth", columns="scheme", values="eval_loss")
@@ -274,6 +274,13 @@ def test_what_the_findings_say_without_a_number_holds():
     for many, depth, apart in ((all_runs, 8, 2), (all_runs, 16, 4), (shipped_runs("gpu"), 24, 4)):
         best = choose(many[many["depth"] == depth]).runs.groupby("scheme")["lr"].first()
         assert best["lns"] / best["pre_rmsnorm"] == pytest.approx(apart), f"best rates with {depth} blocks"
+    skipped = normlab.load_experiments(ROOT / "data" / "grid")
+    skipped = skipped[(skipped["metric"] == "skip_delta_loss") & (skipped["part"] == "block")]
+    costliest = skipped.loc[skipped.groupby("run")["value"].idxmax()].groupby("scheme")
+    layers, costs = costliest["layer"].agg(set), costliest["value"].min()
+    first = ["pre_rmsnorm", "lns", "peri_ln"]
+    assert all(layers[scheme] == {1} for scheme in first) and costs[first].min() > 4, "without it the model is lost"
+    assert layers["bhyt"] == layers["rmsnorm_gain"] == {1, 2}, "it may be the second"
     found = {blocks: outcomes(own) for blocks, own in choose(shipped_runs("depth"), depth=None).runs.groupby("depth")}
     trained = {blocks: {*own.index[own["outcome"] == "trains"]} for blocks, own in found.items()}
     schemes = set(grid["scheme"])
