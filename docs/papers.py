@@ -16,10 +16,12 @@ import normlab
 from normlab.analysis.compare import WHERE, chosen_pair
 from normlab.analysis.quantities import quantity_row
 from normlab.analysis.selection import has_learned, recipes_in_words, title_of
+from normlab.analysis.theory import chebyshev_bound
 from normlab.analysis.verdicts import LOSS_MARGIN, SEEDS, SIZE_MARGIN, UNDECIDED, judged
 from normlab.errors import NormlabError
 
 SMALL, LARGE = ("grid", 8), ("gpu", 24)  # folder and depth of our runs
+KAPPA = 10  # of every BHyT here, as in the paper
 SPEED_MARGIN = 1.0  # percent; RMSNorm against itself comes out 0.4 apart
 RATES = {SMALL: 4e-3, LARGE: 1e-3}  # Pre-LN's best, at which sizes and costs are compared
 
@@ -74,7 +76,7 @@ def texts() -> dict[str, str]:
     curse, bhyt = (_rows(paper, claims) for paper, claims in CLAIMS.items())
     return {
         "table_of_curse_of_depth": table(head, curse) + _unlike(CLAIMS["Curse of Depth"]),
-        "table_of_bhyt": table(head, [*bhyt, *_speeds()]) + _unlike(CLAIMS["BHyT"]),
+        "table_of_bhyt": table(head, [*bhyt, _beyond(), *_speeds()]) + _unlike(CLAIMS["BHyT"]),
     }
 
 
@@ -85,7 +87,7 @@ def _unlike(claims: tuple[Claim, ...]) -> str:
     for folder, depth in (SMALL, LARGE):
         runs = picked(folder, {"depth": depth})
         if words := recipes_in_words(runs[runs["scheme"].isin(schemes)]):
-            lines.append(f"- Runs of {depth} blocks were {words}.")
+            lines.append(f"- {depth} blocks, {words}.")
     return "\n\n" * bool(lines) + "\n".join(lines)
 
 
@@ -116,19 +118,19 @@ def _row(paper: str, claim: Claim, ours: dict[tuple[str, int], pd.Series | str])
         place: row if isinstance(row, str) else written(row, digits, not is_ratio, True) + _remark(claim, place)
         for place, row in ours.items()
     }
-    agree = ", ".join(_agrees(row, side) for row in ours.values()) if side else "theirs is level"
+    agree = ", ".join(_agrees(row, side) + _turns(claim, place, side) for place, row in ours.items())
     shown = (cells.get(place, "") for place in (SMALL, LARGE))
     return claim.words, claim.where, said or "no number", *shown, agree or "to come"
 
 
 def _agrees(row: pd.Series | str, side: int) -> str:
-    """Yes, no, or level; undecided if there are seeds enough for a verdict and it is none; or that runs diverged."""
+    """Whether ours is on that side, or level as theirs is, in a word."""
     if isinstance(row, str):
         return "diverged"
     if row["seeds"] >= SEEDS and row["verdict"] == UNDECIDED:
         return UNDECIDED
     ours = _side(row["estimate"], row["kind"] == "ratio")
-    return "level" if not ours else "yes" if ours == side else "**no**"
+    return "yes" if ours == side else "**no**" if ours else "level"
 
 
 def _side(value: float, is_ratio: bool) -> int:
@@ -163,9 +165,22 @@ def _remark(claim: Claim, place: tuple[str, int]) -> str:
         marks = {"†": tried[[claim.a, claim.b]].min() == 1, "‡": not has_learned(pair.runs).all()}
         return "".join(mark for mark, holds in marks.items() if holds)
     if place == LARGE and claim.large:
-        a, b = (estimate(runs, claim.quantity, name)["estimate"] for name in (claim.a, claim.b))
-        return f" at {claim.large:g}, {plain(a / b, 2)} at best rates"
+        return f" at {claim.large:g}, {plain(_at_best_rates(claim), 2)} at best rates"
     return ""
+
+
+def _at_best_rates(claim: Claim) -> float:
+    """The ratio of sizes in our large models, each scheme at its best rate."""
+    runs = picked(LARGE[0], {"depth": LARGE[1]})
+    a, b = (estimate(runs, claim.quantity, name)["estimate"] for name in (claim.a, claim.b))
+    return a / b
+
+
+def _turns(claim: Claim, place: tuple[str, int], side: int) -> str:
+    """That a size which `_remark` gives at best rates too is on another side there."""
+    if place != LARGE or claim.large is None or _side(_at_best_rates(claim), True) == side:
+        return ""
+    return " at that rate alone"
 
 
 @cache
@@ -184,6 +199,19 @@ def _theirs(paper: str, claim: Claim) -> dict[str, float]:
     a, b = (np.log(pair[name]) if claim.metric == "perplexity" else pair[name] for name in (claim.a, claim.b))
     found = a / b if claim.quantity == "token_l2_mean" else a - b
     return {model: found[model] for model in dict.fromkeys((found.index[0], found.index[-1]))}
+
+
+def _beyond() -> tuple[str, ...]:
+    """The largest share of tanh inputs beyond λ of one norm, in percent, in BHyT after training at any rate."""
+    bound = 100 * chebyshev_bound(KAPPA)
+    shares = []
+    for folder, depth in (SMALL, LARGE):
+        runs = picked(folder, {"depth": depth})
+        rows = runs[(runs["scheme"] == "bhyt") & (runs["metric"] == "saturation") & (runs["mask"] == "all")]
+        shares.append(100 * rows.loc[rows["step"] == rows["step"].max(), "value"].max())
+    agrees = ", ".join("**no**" if share > bound else "yes" for share in shares)
+    words = "largest share of tanh inputs beyond λ in one norm, %"
+    return words, "Chebyshev's bound", f"at most {bound:g}", *(plain(share, 2) for share in shares), agrees
 
 
 def _speeds() -> list[tuple[str, ...]]:
