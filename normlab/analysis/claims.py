@@ -5,7 +5,7 @@ losses        held-out losses, a row per scheme and a column per depth, to look 
 extremes      the schemes with the largest and the smallest value after the last block; `apart`: in a sentence
 growth        how many times larger the stream is after the last block than after the first
 depth_gain    how much more blocks lower the loss
-depth_use     how much skipping a deep block costs
+depth_use     how much skipping a deep block costs, by part of the block
 tested        claims on schemes, each a quantity and a direction, and what the runs say of it; `sentence`: in words
 shown         rows of these or of `normlab.compare` as a table to look at
 
@@ -22,7 +22,16 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import WHERE, chosen_pair, pair_rows
-from normlab.analysis.quantities import DEEP, SIZE, last_values, mean_of, quantity_row, values_of
+from normlab.analysis.quantities import (
+    QUANTITIES,
+    SIZE,
+    is_deep,
+    is_early,
+    last_values,
+    mean_of,
+    quantity_row,
+    values_of,
+)
 from normlab.analysis.selection import (
     DIVERGED,
     LEFT_OUT,
@@ -243,7 +252,9 @@ def depth_use(
     part: str = "block",
     reference: str | None = None,
 ) -> pd.DataFrame:
-    """Loss added by skipping one block of the deeper half, mean over these blocks, one row per scheme.
+    """Loss added by skipping one deep block, mean over these blocks, one row per scheme: `deep_cost` of any part.
+
+    As there, the first and the last block are left out of everything.
 
     Args:
         experiments: the table of `normlab.load_experiments`.
@@ -253,13 +264,13 @@ def depth_use(
 
     Returns:
         With a reference the columns of `normlab.compare`. Without, those of `growth` up to `verdict`, `share` and
-        `share_rest`. `share`: the deeper half's part of the costs of all blocks. `share_rest`: the same without each
-        run's costliest block, which can cost more than all others together. `attrs["about"]` says in what schemes were
-        trained differently.
+        `share_rest`. `share`: the deep blocks' part of the costs of all blocks but the first and the last.
+        `share_rest`: the same without the costliest of these in each run, which can cost more than all others together.
+        `attrs["about"]` says in what schemes were trained differently.
 
     Raises:
-        NormlabError: no run of that depth has this measurement. Or the runs have several widths, lengths or texts, or
-            the seeds of a scheme several learning rates or recipes.
+        NormlabError: no run of that depth has this measurement, or it is too shallow for a deep block. Or the runs have
+            several widths, lengths or texts, or the seeds of a scheme several learning rates or recipes.
     """
     rows = experiments_of(experiments, "skip_delta_loss", part)
     if rows.empty:
@@ -269,7 +280,11 @@ def depth_use(
     rows = of_one_setting(rows[rows["depth"] == depth])
     if rows.empty:
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")
-    rows = rows.assign(deep=rows["layer"].astype(int) > (1 - DEEP) * depth)
+    if depth < (least := QUANTITIES["deep_cost"].least):
+        raise NormlabError(f"a deep block needs a model of {least} blocks or more: these have {depth}")
+    layer = rows["layer"].astype(int)
+    deep, early = is_deep(layer, depth), is_early(layer, depth)
+    rows = rows.assign(deep=deep)[deep | early]
     place = ["depth", "scheme", "seed"]
     ordered = rows.sort_values("value")
     rest = ordered[ordered.duplicated(place, keep="last")]  # without the largest of each run
