@@ -17,7 +17,7 @@ from normlab.analysis.compare import WHERE, chosen_pair
 from normlab.analysis.quantities import quantity_row
 from normlab.analysis.selection import has_learned, recipes_in_words, title_of
 from normlab.analysis.theory import chebyshev_bound
-from normlab.analysis.verdicts import LOSS_MARGIN, SEEDS, SIZE_MARGIN, UNDECIDED, judged
+from normlab.analysis.verdicts import SEEDS, UNDECIDED, judged, side_of
 from normlab.errors import NormlabError
 
 SMALL, LARGE = ("grid", 8), ("gpu", 24)  # folder and depth of our runs
@@ -109,11 +109,12 @@ def _rows(paper: str, claims: tuple[Claim, ...]) -> list[tuple[str, ...]]:
 
 
 def _row(paper: str, claim: Claim, ours: dict[tuple[str, int], pd.Series | str]) -> tuple[str, ...]:
-    is_ratio = quantity_row(claim.quantity).is_ratio
+    metric = quantity_row(claim.quantity)
+    is_ratio = metric.is_ratio
     digits, theirs = (2 if is_ratio else 3), _theirs(paper, claim)
     sign = "" if is_ratio else "+"
     said = ", ".join(f"{plain(value, digits, sign)} ({model})" for model, value in theirs.items())
-    side = claim.says or _side(list(theirs.values())[-1], is_ratio)
+    side = claim.says or side_of(list(theirs.values())[-1], metric)
     cells = {
         place: row if isinstance(row, str) else written(row, digits, not is_ratio, True) + _remark(claim, place)
         for place, row in ours.items()
@@ -129,14 +130,8 @@ def _agrees(row: pd.Series | str, side: int) -> str:
         return "diverged"
     if row["seeds"] >= SEEDS and row["verdict"] == UNDECIDED:
         return UNDECIDED
-    ours = _side(row["estimate"], row["kind"] == "ratio")
+    ours = side_of(row["estimate"], quantity_row(row["metric"]))
     return "yes" if ours == side else "**no**" if ours else "level"
-
-
-def _side(value: float, is_ratio: bool) -> int:
-    """1 above no effect, -1 below, 0 within the margin: 0.02 nats, or 10% of a size."""
-    effect, margin = (np.log(value), np.log(1 + SIZE_MARGIN)) if is_ratio else (value, LOSS_MARGIN)
-    return 0 if abs(effect) < margin else 1 if effect > 0 else -1
 
 
 def _ours(claim: Claim, place: tuple[str, int]) -> pd.Series | None:
@@ -178,7 +173,7 @@ def _at_best_rates(claim: Claim) -> float:
 
 def _turns(claim: Claim, place: tuple[str, int], side: int) -> str:
     """That a size which `_remark` gives at best rates too is on another side there."""
-    if place != LARGE or claim.large is None or _side(_at_best_rates(claim), True) == side:
+    if place != LARGE or claim.large is None or side_of(_at_best_rates(claim), quantity_row(claim.quantity)) == side:
         return ""
     return " at that rate alone"
 

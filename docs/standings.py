@@ -8,6 +8,7 @@ from __future__ import annotations
 from tables import table
 
 import normlab
+from normlab.analysis.verdicts import DIFFERENT
 from normlab.study import league
 
 
@@ -16,5 +17,6 @@ def texts() -> dict[str, str]:
     shown = league.shown(found).rename(columns=lambda name: f"rate 0{name}" if name.startswith(".") else name)
     shown["marin"] = found["marin"]
     cells = shown.replace({r"\*$": r"\\*", "\N{NO-BREAK SPACE}": " "}, regex=True)
+    cells["from Pre-LN"] = cells["from Pre-LN"].mask(found["verdict"] == DIFFERENT, "**" + cells["from Pre-LN"] + "**")
     remarks = "\n".join(f"- {sentence}" for sentence in league.remarks(found))
     return {"table_of_league": f"{table(cells, cells.itertuples(index=False))}\n\n{remarks}"}

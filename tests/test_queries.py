@@ -198,6 +198,17 @@ def test_a_recipe_of_a_schemes_own_is_said_below_the_papers_table(code, one_lost
     assert first == "- 8 blocks, trained differently: warmup 0.1 and 0.3 (LNS)." and "24 blocks" in second
 
 
+def test_the_league_has_in_bold_what_differs_after_holms_correction(code, monkeypatch):
+    runs = table(("pre_rmsnorm", "lns", "peri_ln"), depths=(4,), seeds=range(4))
+    higher = runs["scheme"].eq("lns") & runs["metric"].eq("loss")
+    runs["value"] += higher * (0.1 + 0.01 * runs["seed"])
+    monkeypatch.setattr(code["standings"].league, "load", lambda folders: runs)
+    lines = code["standings"].texts()["table_of_league"].splitlines()
+    lns, peri = (next(line for line in lines if line.startswith(f"| {name} |")) for name in ("LNS", "Peri-LN"))
+    assert re.search(r"\| \*\*\+0\.\d\d \[0.*\]\*\* \|", lns), lns
+    assert "[" in peri and "**" not in peri
+
+
 def test_what_pages_say_of_seeds_and_of_bhyts_tanh_holds():
     runs = shipped_runs("grid").query("depth == 8")
     about = summarize(runs)

@@ -5,7 +5,7 @@ losses        held-out losses, a row per scheme and a column per depth, to look 
 extremes      the schemes with the largest and the smallest value after the last block; `apart`: in a sentence
 growth        how many times larger the stream is after the last block than after the first
 depth_gain    how much more blocks lower the loss
-depth_use     how much skipping a deep block costs
+depth_use     how much skipping a deep block costs, by part of the block
 tested        claims on schemes, each a quantity and a direction, and what the runs say of it; `sentence`: in words
 shown         rows of these or of `normlab.compare` as a table to look at
 
@@ -22,7 +22,16 @@ import numpy as np
 import pandas as pd
 
 from normlab.analysis.compare import WHERE, chosen_pair, pair_rows
-from normlab.analysis.quantities import DEEP, SIZE, last_values, mean_of, quantity_row, values_of
+from normlab.analysis.quantities import (
+    QUANTITIES,
+    SIZE,
+    is_deep,
+    is_early,
+    last_values,
+    mean_of,
+    quantity_row,
+    values_of,
+)
 from normlab.analysis.selection import (
     DIVERGED,
     LEFT_OUT,
@@ -51,12 +60,13 @@ from normlab.analysis.verdicts import (
     interval_in_words,
     judged,
     means,
+    side_of,
 )
 from normlab.errors import NormlabError
 
 MOMENTS = (("before training", 0), ("after training", None))
 HOLDS, FAILS, NOT_RUN, LEFT = "holds", "does not hold", "not run", "left out"
-AS_SAID, NOT_AS_SAID = "as claimed", "not as claimed"  # by fewer seeds than a claim needs
+AS_SAID, NOT_AS_SAID, LEVEL_SAID = "as claimed", "not as claimed", "level"  # by fewer seeds than a claim needs
 
 
 def learned(runs: pd.DataFrame) -> pd.DataFrame:
@@ -243,7 +253,9 @@ def depth_use(
     part: str = "block",
     reference: str | None = None,
 ) -> pd.DataFrame:
-    """Loss added by skipping one block of the deeper half, mean over these blocks, one row per scheme.
+    """Loss added by skipping one deep block, mean over these blocks, one row per scheme: `deep_cost` of any part.
+
+    As there, the first and the last block are left out of everything.
 
     Args:
         experiments: the table of `normlab.load_experiments`.
@@ -253,13 +265,13 @@ def depth_use(
 
     Returns:
         With a reference the columns of `normlab.compare`. Without, those of `growth` up to `verdict`, `share` and
-        `share_rest`. `share`: the deeper half's part of the costs of all blocks. `share_rest`: the same without each
-        run's costliest block, which can cost more than all others together. `attrs["about"]` says in what schemes were
-        trained differently.
+        `share_rest`. `share`: the deep blocks' part of the costs of all blocks but the first and the last.
+        `share_rest`: the same without the costliest of these in each run, which can cost more than all others together.
+        `attrs["about"]` says in what schemes were trained differently.
 
     Raises:
-        NormlabError: no run of that depth has this measurement. Or the runs have several widths, lengths or texts, or
-            the seeds of a scheme several learning rates or recipes.
+        NormlabError: no run of that depth has this measurement, or it is too shallow for a deep block. Or the runs have
+            several widths, lengths or texts, or the seeds of a scheme several learning rates or recipes.
     """
     rows = experiments_of(experiments, "skip_delta_loss", part)
     if rows.empty:
@@ -269,7 +281,11 @@ def depth_use(
     rows = of_one_setting(rows[rows["depth"] == depth])
     if rows.empty:
         raise NormlabError(f"no run of depth {depth} has skip_delta_loss of {part}")
-    rows = rows.assign(deep=rows["layer"].astype(int) > (1 - DEEP) * depth)
+    if depth < (least := QUANTITIES["deep_cost"].least):
+        raise NormlabError(f"a deep block needs a model of {least} blocks or more: these have {depth}")
+    layer = rows["layer"].astype(int)
+    deep, early = is_deep(layer, depth), is_early(layer, depth)
+    rows = rows.assign(deep=deep)[deep | early]
     place = ["depth", "scheme", "seed"]
     ordered = rows.sort_values("value")
     rest = ordered[ordered.duplicated(place, keep="last")]  # without the largest of each run
@@ -314,9 +330,10 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
         One row per claim, which is the index, named "at 16 blocks": `rates ours seeds says`. `rates` are the learning
         rates of `a` and `b`. `ours` is the difference, or the ratio of sizes, from four seeds on with its 95% interval.
         `says` is "holds", "does not hold", "undecided", "not run", or why nothing can be said. Of fewer seeds it is "as
-        claimed, one seed", "as claimed, 2 seeds (a claim needs 4)", or the opposite, outside the family. A scheme that
-        has the depth at another width alone is "not run at width ...", that of most runs. One that `fully_tried` left
-        out is "left out", with the reason.
+        claimed, one seed", "as claimed, 2 seeds (a claim needs 4)", or the opposite, outside the family; and "level,
+        one seed" if a difference is claimed and the estimate is within the margin of `judged`. A scheme that has the
+        depth at another width alone is "not run at width ...", that of most runs. One that `fully_tried` left out is
+        "left out", with the reason.
         `attrs["about"]` says in what the compared schemes were trained differently.
     """
     width = width_of_most(runs)
@@ -342,26 +359,44 @@ def tested(runs: pd.DataFrame, asked: Sequence[Claim], depth: int | None = None)
 
 
 def sentence(table: pd.DataFrame) -> str:
-    """`tested` in words: its first row that was run, and how many claims hold, or are as said by a single seed."""
-    few = table["says"].str.startswith((AS_SAID, NOT_AS_SAID))
+    """`tested` in words: its first row that was run, and how many claims hold, are as said by few seeds, or neither."""
     ran = table[~table["says"].str.startswith((NOT_RUN, LEFT))]
     first = (table if ran.empty else ran).iloc[0]
     at = table.index.name
     of = f" ({first['ours']} {at}, rate {first['rates']})" if first["ours"] else f", {at}"
-    holds, fails = (int(table["says"].eq(word).sum()) for word in (HOLDS, FAILS))
-    so, not_so = (int(table["says"].str.startswith(word).sum()) for word in (AS_SAID, NOT_AS_SAID))
-    if so + not_so and not holds + fails:
-        seeds = table.loc[few, "seeds"]
-        by = "one seed" if seeds.max() == 1 else f"{seeds_in_words(seeds)} of the {SEEDS} that a claim needs"
-        counts = f"{so} {'is' if so == 1 else 'are'} as claimed and {not_so} not, by {by}"
-        rest = len(table) - so - not_so
-    else:
-        counts = f"{holds} hold{'s' * (holds == 1)} and {fails} do{'es' * (fails == 1)} not"
-        rest = len(table) - holds - fails
-    undecided = f"; {rest} cannot be decided here" if rest else ""
     about = table.attrs.get("about", "")
     unlike = f" {about[0].upper()}{about[1:]}." if about else ""
-    return f"“{first.name}”: {first['says']}{of}. Of {len(table)} claims {counts}{undecided}.{unlike}"
+    count = f"{len(table)} claim{'s' * (len(table) != 1)}"
+    return f"“{first.name}”: {first['says']}{of}. Of {count} {_counted(table)}.{unlike}"
+
+
+def _counted(table: pd.DataFrame) -> str:
+    """How many rows of `tested` say what: "1 holds; 2 are as claimed and 1 is not, by one seed; 3 cannot be ..."."""
+    holds, fails = (int(table["says"].eq(word).sum()) for word in (HOLDS, FAILS))
+    so, not_so, level = (table["says"].str.startswith(word) for word in (AS_SAID, NOT_AS_SAID, LEVEL_SAID))
+    few = so | not_so | level
+    rest = len(table) - holds - fails - int(few.sum())
+    decided = _listed(
+        (holds, "holds", "hold"),
+        (fails, "does not", "do not") if holds else (fails, "does not hold", "do not hold"),
+    )
+    by_few = _listed(
+        (so.sum(), "is as claimed", "are as claimed"),
+        (not_so.sum(), "is not", "are not") if so.any() else (not_so.sum(), "is not as claimed", "are not as claimed"),
+        (level.sum(), "is level", "are level"),
+    )
+    if by_few:
+        seeds = table.loc[few, "seeds"]
+        by_few += ", by " + ("one seed" if seeds.max() == 1 else f"{seeds_in_words(seeds)} of the {SEEDS} it takes")
+    if not decided and not by_few:
+        return "none can be decided here"
+    return "; ".join(filter(None, (decided, by_few, f"{rest} cannot be decided here" if rest else "")))
+
+
+def _listed(*counts: tuple[int, str, str]) -> str:
+    """"1 holds and 2 do not", of numbers with their words in the singular and in the plural; zeros are left out."""
+    said = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
+    return " and ".join(filter(None, (", ".join(said[:-1]), *said[-1:])))
 
 
 def _measured(runs: pd.DataFrame, claim: Claim, depth: int, width: int) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -403,18 +438,24 @@ def _without_number(about: pd.DataFrame, claim: Claim) -> str:
 
 def _outcome(row: Any, direction: str) -> str:
     """What a row of `judged` says of a claim with this direction."""
-    none = 1 if row.kind == "ratio" else 0
-    as_said = row.estimate < none if direction == "below" else row.estimate > none
     if row.seeds < SEEDS:
-        seeds = "one seed" if row.seeds == 1 else f"{row.seeds} seeds (a claim needs {SEEDS})"
-        if direction == "alike":
-            return f"{seeds}: no interval"
-        return f"{AS_SAID if as_said else NOT_AS_SAID}, {seeds}"
+        return _of_few(row, direction)
     if row.verdict == UNDECIDED:
         return UNDECIDED
     if direction == "alike":
         return HOLDS if row.verdict == EQUIVALENT else FAILS
+    none = 1 if row.kind == "ratio" else 0
+    as_said = row.estimate < none if direction == "below" else row.estimate > none
     return HOLDS if row.verdict == DIFFERENT and as_said else FAILS
+
+
+def _of_few(row: Any, direction: str) -> str:
+    """The same by the estimate alone, where there are too few seeds for an interval."""
+    seeds = "one seed" if row.seeds == 1 else f"{row.seeds} seeds (a claim needs {SEEDS})"
+    if direction == "alike" and math.isnan(row.margin):
+        return f"{seeds}: no margin"
+    said, found = {"below": -1, "alike": 0, "above": 1}[direction], side_of(row.estimate, quantity_row(row.metric))
+    return f"{AS_SAID if found == said else NOT_AS_SAID if found else LEVEL_SAID}, {seeds}"
 
 
 def _with_interval(row: Any) -> str:

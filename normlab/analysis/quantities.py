@@ -18,7 +18,7 @@ from normlab.probes.metrics import Metric, metric_row
 from normlab.runs import SOURCE, load_experiments
 
 SIZE = "token_l2_mean"  # of the stream
-DEEP = 0.5  # the deep blocks are the last half of them
+DEEP = 0.5  # the deep blocks are of the last half
 
 Values = Callable[[Selection, int | None], pd.DataFrame]
 
@@ -143,6 +143,16 @@ def _growth_from(first: int) -> Values:
     return growth
 
 
+def is_deep(layer: pd.Series, depth: pd.Series | int) -> pd.Series:
+    """Blocks (1 is the first) of the second half, without the last."""
+    return (layer > depth * DEEP) & (layer < depth)
+
+
+def is_early(layer: pd.Series, depth: pd.Series | int) -> pd.Series:
+    """Blocks (1 is the first) of the first half, without the first."""
+    return (layer > 1) & (layer <= depth * DEEP)
+
+
 def _skip_cost(which: Callable[[pd.Series, pd.Series], pd.Series], part: str = "block") -> Values:
     def cost(chosen: Selection, step: int | None) -> pd.DataFrame:
         rows = experiments_of(experiments(chosen), "skip_delta_loss", part)
@@ -183,10 +193,10 @@ QUANTITIES = {
                  "growth of the stream", "last block over block 2", "log", "ratio", of=_growth_from(2), least=2),
         Quantity("deep_cost", "the mean loss added by leaving out one block of the second half, without the last",
                  "cost of a deep block", "nats per token", measured_after=True, least=3,
-                 of=_skip_cost(lambda layer, depth: (layer > depth * DEEP) & (layer < depth))),
+                 of=_skip_cost(is_deep)),
         Quantity("early_cost", "the mean loss added by leaving out one block of the first half, without the first",
                  "cost of an early block", "nats per token", measured_after=True, least=4,
-                 of=_skip_cost(lambda layer, depth: (layer > 1) & (layer <= depth * DEEP))),
+                 of=_skip_cost(is_early)),
         Quantity("deep_span_cost", "the loss added by leaving out a quarter of the blocks at once, from the first of "
                  "the second half on", "cost of a quarter of the blocks, deep ones", "nats per token",
                  measured_after=True, least=8,

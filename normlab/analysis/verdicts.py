@@ -125,6 +125,12 @@ def judged(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
     return rows
 
 
+def side_of(estimate: float, metric: Metric) -> int:
+    """1 for an estimate above no effect, -1 below, 0 within the margin of `judged`, where the metric has one."""
+    effect, margin = (math.log(estimate), math.log1p(SIZE_MARGIN)) if metric.is_ratio else (estimate, _margin(metric))
+    return 0 if abs(effect) < margin else int(np.sign(effect))
+
+
 def interval_in_words(rows: pd.DataFrame) -> str:
     """What the intervals of `judged` are called, "95% interval": of their own level."""
     return f"{100 * rows.attrs.get(HAS_LEVEL, LEVEL):g}% interval"

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from normlab.analysis.quantities import mean_of, values_of
+from normlab.analysis.quantities import values_of
 from normlab.analysis.selection import (
     Selection,
     depths_of_most,
@@ -32,7 +32,7 @@ from normlab.analysis.selection import (
     unlike,
     unlike_in_words,
 )
-from normlab.analysis.verdicts import SEEDS, bracketed, differences, judged
+from normlab.analysis.verdicts import LEVEL, SEEDS, bracketed, differences, judged
 from normlab.errors import NormlabError
 from normlab.probes.metrics import NGRAM_LOSSES
 from normlab.release import shipped
@@ -41,7 +41,7 @@ from normlab.schemes import BASELINE
 from normlab.store import is_address
 
 RATE = 4e-3  # at which sizes are compared, where runs have it
-SIZES = ("growth", "deep_cost")  # compared at one rate
+SIZES = ["growth", "deep_cost"]  # compared at one rate, and of one seed
 ALIKE = ["width", "steps", "tokens", *NGRAM_LOSSES]  # runs that differ in these cannot be of one table
 OWN = "warmup"  # a scheme may have its own
 LOSS_AT, LEARNED_AT, TOLD_AT = "loss_at_", "learned_at_", "told_at_"  # begin the names of columns: of one rate
@@ -117,10 +117,11 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
     """Each scheme at each learning rate, of one depth.
 
     Returns:
-        Columns `scheme lr seeds loss validation_loss learned told growth deep_cost`, means over seeds, a geometric one
-        of growth. `loss` is of the test half, infinite where a run diverged, and missing where one logged none.
-        `learned`: all of them end below the trigram model; `told`: they know its loss and their own, without which none
-        has learned. `deep_cost` is missing where no block was left out.
+        Columns `scheme lr seeds loss validation_loss learned told growth deep_cost of_seed`. Losses are means over the
+        seeds. `loss` is of the test half, infinite where a run diverged, and missing where one logged none. `learned`:
+        all of them end below the trigram model; `told`: they know its loss and their own, without which none has
+        learned. `growth` and `deep_cost` are of one seed, `of_seed`: the first, which every scheme has. `deep_cost` is
+        missing where no block was left out.
     """
     about = summarize(runs)
     about = about[about["depth"] == depth]
@@ -132,14 +133,15 @@ def by_rate(runs: pd.DataFrame, depth: int) -> pd.DataFrame:
         about[name] = np.nan
         with contextlib.suppress(NormlabError):  # no experiments
             about[name] = values_of(chosen, name).set_index("run")["value"]
+    first = int(about["seed"].min())
+    about.loc[about["seed"] != first, SIZES] = np.nan
     rates = about.groupby(["scheme", "lr"])
     table = rates[["eval_loss", "validation_loss", *SIZES]].mean().rename(columns={"eval_loss": "loss"})
     table["loss"] = table["loss"].where(rates["eval_loss"].count() == rates.size())
-    table["growth"] = rates["growth"].agg(mean_of, metric="growth")
     table.insert(0, "seeds", rates["seed"].nunique())
     table.insert(3, "learned", rates["learned"].all())
     table.insert(4, "told", rates["told"].all())
-    return table.loc[in_order(about["scheme"])].reset_index()
+    return table.loc[in_order(about["scheme"])].reset_index().assign(of_seed=first)
 
 
 def contenders(runs: pd.DataFrame, depth: int | None = None, at: float | None = None) -> pd.DataFrame:
@@ -153,13 +155,13 @@ def contenders(runs: pd.DataFrame, depth: int | None = None, at: float | None = 
 
     Returns:
         Columns `scheme depth best at_edge seeds loss learned told minus low high p_holm verdict`, columns
-        `loss_at_<rate> learned_at_<rate> told_at_<rate>` for each rate, `at growth deep_cost`. `best` is the rate of
-        the lowest validation loss, of those with most seeds; `at_edge` whether it is the least or the largest that was
-        tried. `minus` is the scheme's loss at its best rate minus Pre-LN's at its own, paired by seed. `low` and `high`
-        are the pair's own 95% interval (t over the seeds), and `verdict` is corrected by Holm over the schemes with
-        four seeds; of fewer there is neither.
+        `loss_at_<rate> learned_at_<rate> told_at_<rate>` for each rate, `at of_seed growth deep_cost`. `best` is the
+        rate of the lowest validation loss, of those with most seeds; `at_edge` whether it is the least or the largest
+        that was tried. `minus` is the scheme's loss at its best rate minus Pre-LN's at its own, paired by seed. `low`
+        and `high` are the pair's own 95% interval (t over the seeds), and `verdict` is corrected by Holm over the
+        schemes with four seeds; of fewer there is neither. Growth and deep cost are at rate `at`, of seed `of_seed`.
     """
-    depth = max(depths_of_most(runs), default=0) if depth is None else depth
+    depth = _depth(runs) if depth is None else depth
     rates = by_rate(runs, depth)
     at = _shared_rate(rates) if at is None else at
     rows = []
@@ -172,12 +174,17 @@ def contenders(runs: pd.DataFrame, depth: int | None = None, at: float | None = 
         row |= {f"{LEARNED_AT}{rate:g}": learned for rate, learned in zip(own["lr"], own["learned"], strict=True)}
         row |= {f"{TOLD_AT}{rate:g}": told for rate, told in zip(own["lr"], own["told"], strict=True)}
         there = own[np.isclose(own["lr"], at)]
-        rows.append(row | {"at": at} | {name: there[name].iloc[0] if len(there) else np.nan for name in SIZES})
+        row |= {"at": at, "of_seed": rates["of_seed"].iloc[0]}
+        rows.append(row | {name: there[name].iloc[0] if len(there) else np.nan for name in SIZES})
     table = pd.DataFrame(rows).merge(_against_baseline(runs, depth, rates), on="scheme", how="left")
     order = ["scheme", "depth", "best", "at_edge", "seeds", "loss", "learned", "told"]
     order += ["minus", "low", "high", "p_holm", "verdict"]
     order += [f"{name}{rate:g}" for name in (LOSS_AT, LEARNED_AT, TOLD_AT) for rate in _rates(table)]
-    return table.sort_values("loss", ignore_index=True)[[*order, "at", *SIZES]]
+    return table.sort_values("loss", ignore_index=True)[[*order, "at", "of_seed", *SIZES]]
+
+
+def _depth(runs: pd.DataFrame) -> int:
+    return max(depths_of_most(runs), default=0)
 
 
 def _shared_rate(rates: pd.DataFrame) -> float:
@@ -294,7 +301,8 @@ def _of_marin(published: pd.DataFrame) -> tuple[dict[str, str], dict[str, float]
         if len(measured):
             changes[str(scheme)] = float(measured["value"].iloc[0])
             parts = (f"{_number(row.value, '+', 3)} ({row.model.rpartition(', ')[2]})" for row in measured.itertuples())
-            words[str(scheme)] = f"{', '.join(parts)}, {where}"
+            unknown = measured["note"].iloc[0].partition("; ")[2]
+            words[str(scheme)] = f"{', '.join(parts)}, {where}" + (f"; {unknown}" if unknown else "")
         else:
             words[str(scheme)] = f"{own['note'].iloc[0]}, {where}"
     return words, changes
@@ -304,51 +312,73 @@ def agreement(table: pd.DataFrame) -> str:
     """How the order by loss agrees with marin's, in a sentence; a number from three schemes on.
 
     Kendall's tau-b of our loss at the best rate and marin's change, of schemes that have learned. The baseline is one
-    of them, with a change of 0: Pre-LN here, a model with GatedNorm there.
+    of them, with a change of 0: Pre-LN here, a model with GatedNorm there. The chance is that of a random order to
+    agree as well or better.
     """
+    from scipy.stats import kendalltau
+
     theirs = table["marin_change"].mask(table["scheme"] == BASELINE, 0.0)
     both = theirs.notna() & table["learned"].astype(bool)
     count = int(both.sum())
     if count < FEWEST:
         return f"Rank agreement with marin: none yet, as both have {count} of these schemes (it takes {FEWEST})."
-    tau = table.loc[both, "loss"].corr(theirs[both], method="kendall")
-    return f"Rank agreement with marin over the {count} schemes that both have: Kendall's tau {_number(tau)}."
+    tau, chance = kendalltau(table.loc[both, "loss"], theirs[both], alternative="greater")
+    few = ": too few schemes to mean anything" if 1 / math.factorial(count) > 1 - LEVEL else ""
+    return (
+        f"Rank agreement with marin over the {count} schemes that both have, {title_of(BASELINE)} with a change of 0: "
+        f"Kendall's tau {_number(tau)}. A random order agrees as well with a chance of {chance:.2f}{few}."
+    )
 
 
-def moved(table: pd.DataFrame) -> pd.DataFrame:
-    """How far the learning rate moves a scheme's loss, and how far its best is from Pre-LN's.
+def moved(runs: pd.DataFrame, depth: int | None = None) -> pd.DataFrame:
+    """How far a factor of two in the learning rate moves a scheme's loss, and how far its best is from Pre-LN's.
+
+    All losses are of the first seed, which every rate has, and of runs that have learned.
+
+    Args:
+        runs: of `load`.
+        depth: as for `contenders`.
 
     Returns:
-        Columns `scheme by_rate from_baseline`, nats: the largest loss minus the smallest over the rates at which
-        neither it nor Pre-LN diverged, and the distance of the two best losses. A row per scheme that has learned and
-        shares several rates.
+        Columns `scheme by_rate from_baseline`, nats. `by_rate`: the larger distance of the loss at the best rate to
+        that at half and at twice this rate. `from_baseline`: its distance to Pre-LN's loss at Pre-LN's best rate. A row
+        per scheme that has learned; `by_rate` is missing where it has at neither of the two. Empty without a Pre-LN
+        that has learned.
     """
-    rows, of = [], table.set_index("scheme").filter(regex=f"^{LOSS_AT}")
-    learned = table.loc[table["learned"].astype(bool), ["scheme", "loss"]].set_index("scheme")["loss"]
-    for scheme in learned.index.drop(BASELINE) if BASELINE in learned.index else ():
-        losses = of.loc[scheme, np.isfinite(of.loc[[scheme, BASELINE]].astype(float)).all()].astype(float)
-        if len(losses) > 1:
-            rows.append((scheme, losses.max() - losses.min(), abs(learned[scheme] - learned[BASELINE])))
-    return pd.DataFrame(rows, columns=["scheme", "by_rate", "from_baseline"])
+    about = summarize(runs)
+    about = about[about["depth"] == (_depth(runs) if depth is None else depth)]
+    about = about[(about["seed"] == about["seed"].min()) & has_learned(about)]
+    best = about.loc[about.groupby("scheme")["validation_loss"].idxmin()].set_index("scheme")
+    if BASELINE not in best.index:
+        return pd.DataFrame(columns=["scheme", "by_rate", "from_baseline"])
+    ratio = about["lr"] / about["scheme"].map(best["lr"])
+    move = (about["eval_loss"] - about["scheme"].map(best["eval_loss"])).abs()
+    table = pd.DataFrame({
+        "by_rate": move[np.isclose(np.log2(ratio).abs(), 1)].groupby(about["scheme"]).max(),
+        "from_baseline": (best["eval_loss"] - best.loc[BASELINE, "eval_loss"]).abs(),
+    })  # fmt: skip
+    return table.loc[[name for name in in_order(best.index) if name != BASELINE]].rename_axis("scheme").reset_index()
 
 
-def found(table: pd.DataFrame) -> str:
-    """In a sentence: of how many schemes the rate moves the loss further than the scheme's choice does.
-
-    Nothing is concluded from a Pre-LN that has not learned.
-    """
-    rows, baseline = moved(table), table[table["scheme"] == BASELINE]
-    if len(baseline) and not baseline["learned"].astype(bool).all():
-        known = "has not learned" if baseline["told"].all() else "is not known to have learned"
-        return f"{title_of(BASELINE)} {known}, so how far the learning rate moves a loss is compared with nothing."
+def found(runs: pd.DataFrame, depth: int | None = None) -> str:
+    """`moved` in words: of how many schemes the rate moves the loss further than the scheme's choice does."""
+    rows = moved(runs, depth)
+    compared = rows.dropna()
     if rows.empty:
-        return f"No scheme that has learned was tried at several rates that {title_of(BASELINE)} has too."
-    further = int((rows["by_rate"] > rows["from_baseline"]).sum())
+        return f"Nothing is compared: it takes runs of {title_of(BASELINE)} and another scheme that have learned."
+    if compared.empty:
+        return "Nothing is compared: no scheme has learned at its best learning rate and at half or twice this."
+    further = compared["by_rate"] > compared["from_baseline"]
+    most = "most" if 2 * further.sum() > len(compared) else "not most"
+    left = {
+        "Not so": compared["scheme"][~further],
+        "Not compared, as learned at neither half nor twice the best rate": rows["scheme"][rows["by_rate"].isna()],
+    }
     return (
-        f"The learning rate moves the loss of {further} of {len(rows)} schemes further than the best loss of each is "
-        f"from {title_of(BASELINE)}'s; by rate {_nats(rows['by_rate'])}, from {title_of(BASELINE)} "
-        f"{_nats(rows['from_baseline'])} nats."
-    )
+        f"A factor of two in the learning rate moves the loss of {further.sum()} of {len(compared)} schemes, {most} of "
+        f"them, further than the best loss of each is from {title_of(BASELINE)}'s; by rate "
+        f"{_nats(compared['by_rate'])}, from {title_of(BASELINE)} {_nats(compared['from_baseline'])} nats, of one seed."
+    ) + "".join(f" {words}: {'; '.join(map(title_of, names))}." for words, names in left.items() if len(names))
 
 
 def _nats(values: pd.Series) -> str:
@@ -422,13 +452,14 @@ def remarks(table: pd.DataFrame) -> list[str]:
     unknown = table["loss"].isna()
     found = [
         f"{table['depth'].iloc[0]} blocks; losses are held-out, in nats per token, of {seeds}; growth and deep cost at "
-        f"rate {table['at'].iloc[0]:g}."
+        f"rate {table['at'].iloc[0]:g}, of seed {table['of_seed'].iloc[0]} alone."
     ]
     for words, which, more in (
         ("No interval, and so no rank", table["low"].isna() & (table["scheme"] != BASELINE), ""),
         ("The best rate is at the edge of those tried", table["at_edge"], best),
         ("Tried at one rate alone", rates == 1, ""),
         ("Not learned with every seed at the best rate, so above a trigram model", ~learned & told, ""),
+        ("Step not timed", table["step"].isna(), ""),
         ("Not known to have learned, as the runs know no trigram model's loss", ~told & ~unknown, ""),
         ("Not known to have learned, as not every seed logged a held-out loss at the best rate", unknown, ""),
         (

@@ -98,13 +98,13 @@ def _outside(table: pd.DataFrame, name: str) -> pd.Series:
 
 
 def _about(table: pd.DataFrame, shown: list[str]) -> str:
-    words = [f"{table['depth'].iloc[0]} blocks", seeds_in_words(table["seeds"])]
+    words = [f"{table['depth'].iloc[0]} blocks"]
     if "loss" in shown:
-        words += ["dotted: Pre-LN"]
+        words += [seeds_in_words(table["seeds"]), "dotted: Pre-LN"]
         words += [] if table["learned"].any() else ["no scheme has learned"]
         reason = "not learned" if table["learned"].any() else "diverged"
         words += [f"triangle: {reason}, further right"] if _outside(table, "loss").any() else []
         words += ["no intervals, so no rank"] if table["low"].isna().all() else []
     else:
-        words += [f"all at rate {table['at'].iloc[0]:g}", "dotted: Pre-LN"]
+        words += [f"all at rate {table['at'].iloc[0]:g}, seed {table['of_seed'].iloc[0]}", "dotted: Pre-LN"]
     return " · ".join([*words, *filter(None, table["unlike"].unique())])

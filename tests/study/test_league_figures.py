@@ -19,7 +19,8 @@ def table() -> pd.DataFrame:
     table = pd.DataFrame({"scheme": NAMES, "title": [SCHEMES[name].title for name in NAMES]})
     table["loss"], table["learned"] = [3.05, 3.06, 3.1, 6.5, INF], [True, True, True, False, False]
     table["growth"], table["deep_cost"] = [2.5, 2.3, 2.6, 3.0, NAN], [0.15, 0.14, 0.31, 0.01, NAN]
-    return table.assign(step=[1.0, 1.0, 1.05, 1.02, NAN], depth=8, unlike="", seeds=1, at=4e-3, low=NAN, high=NAN)
+    table = table.assign(step=[1.0, 1.0, 1.05, 1.02, NAN], depth=8, unlike="", seeds=1, at=4e-3, of_seed=0)
+    return table.assign(low=NAN, high=NAN)
 
 
 def drawn(figure: go.Figure, column: str) -> dict[str, tuple[float, str]]:
@@ -46,7 +47,7 @@ def test_losses_stand_next_to_the_time_of_a_step_and_are_no_rank(table):
 def test_sizes_are_of_one_rate_and_a_panel_without_values_is_left_out(table):
     figure = FIGURES["league_depth"](table)
     assert drawn(figure, "growth")["lns"] == (2.3, "circle") and "none" not in drawn(figure, "deep_cost")
-    assert "all at rate 0.004" in figure.layout.title.subtitle.text
+    assert "8 blocks · all at rate 0.004, seed 0 · dotted" in figure.layout.title.subtitle.text
     assert {trace.meta["column"] for trace in FIGURES["league_depth"](table.assign(deep_cost=NAN)).data} == {"growth"}
     empty = FIGURES["league_depth"](table.assign(deep_cost=NAN, growth=NAN))
     assert "has a growth of the stream or a cost of leaving out" in empty.layout.annotations[0].text
