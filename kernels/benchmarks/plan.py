@@ -150,9 +150,9 @@ def _decode(width: int, *peers: str) -> Iterator[Planned]:
 
 
 def _host() -> Iterator[Planned]:
-    """The time of our call; and of a peer's, in turns with ours."""
+    """The time of our call; and of Liger's, in turns with ours. PyTorch's would compute on the CPU."""
     functions = ("rms_norm", "add_rms_norm", "layer_norm", "dyt", "bhyt", "add_bhyt", "bhyt_carried")
-    for peer, against in (("normlab", ""), ("liger", "normlab"), ("torch", "normlab")):
+    for peer, against in (("normlab", ""), ("liger", "normlab")):
         directions = ("forward", "forward with gradient", "backward")
         yield from _all("host", [(16, 2048)], functions, directions, [peer], against=against)
 
@@ -194,6 +194,6 @@ def plan(kind: str, sections: tuple[str, ...] = SECTIONS) -> list[Planned]:
     else:
         decode = _decode(4096, "normlab", "released", "torch", "liger", "quack", "eager")
         linear = [*_linear(product(LINEAR_ROWS, (2048, 4096)), 0), *_linear(product((16_384, 8192), (1024, 8192)), 3)]
-        found = [*_norms_on_gpu(), *_launches(), *linear, *decode, *_host(), *_models()]
+        found = [*_norms_on_gpu(), *_launches(), *linear, *decode, *_models()]
     unique = dict.fromkeys(row for row in found if row.section in sections)
     return sorted(unique, key=lambda row: (row.priority, SECTIONS.index(row.section)))

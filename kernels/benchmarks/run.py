@@ -1,14 +1,14 @@
 """Test the compiled kernels, then measure them against every installed peer, in the order of importance.
 
-    PYTHONPATH=kernels:. python3 kernels/benchmarks/run.py --out data/bench              # a GPU, `make gpu` does it
-    python kernels/benchmarks/run.py --device cpu --sections rows --out data/bench
+    PYTHONPATH=kernels:. python3 kernels/benchmarks/run.py --out build/bench             # a GPU, `make gpu` does it
+    python kernels/benchmarks/run.py --device cpu --sections rows --out build/bench
     python kernels/benchmarks/run.py --device fake --out build/dry-run                   # no device: times mean nothing
 
 rows       each norm, forward, backward and both
 launch     its kernels with other launches than those chosen
 linear     projection + add + norm, fused or not
 decode     each norm for 1 to 64 rows
-host       the host's time of a call; needs no GPU
+host       the host's time of a call, on a machine without a GPU; a GPU's rows have theirs
 compiled   two norms on a CPU against the compiled formula
 step       a whole training step by scheme; needs normlab
 generate   a token of generation by scheme; needs normlab

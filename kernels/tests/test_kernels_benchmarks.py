@@ -261,6 +261,8 @@ def test_the_plan_covers_the_claims_and_every_function_and_scheme() -> None:
     norms = [row for row in rows if row.section == "rows"]
     assert {row.width for row in norms} == {1024, 2048, 4096, 8192, 16_384, 32_768}
     assert {row.function for row in norms} == {*peers.FUNCTIONS, "row_moments"} == set(peers.OURS)
+    hosts = [{row.peer for row in plan.plan(kind, ("host",))} for kind in ("cuda", "cpu")]
+    assert hosts == [set(), {"normlab", "liger"}]  # on a CPU PyTorch would compute; a GPU's rows have the host's time
     first = [row for row in rows if row.priority == 0]
     assert rows[: len(first)] == first
     assert list(dict.fromkeys(row.section for row in first)) == ["rows", "launch", "linear", "step", "generate"]
