@@ -28,9 +28,9 @@ ROWS, WIDTHS, WIDE = 16_384, (2048, 4096, 8192), 8192
 def texts() -> dict[str, str]:
     launches = times("launch").query("width == @WIDE").set_index(["function", "launch"])["microseconds"].unstack()
     gained = launches["stages=2"] / launches[""]
-    about = times("rows").iloc[0]
+    software = times("rows")[["torch", "triton"]].drop_duplicates()
     return {
-        "kernel_software": f"PyTorch {about['torch']}, Triton {about['triton']}",
+        "kernel_software": "; ".join(f"PyTorch {torch}, Triton {triton}" for torch, triton in software.to_numpy()),
         "table_of_shares": _shares(),
         "compiled_carried": plain(_own("bhyt_carried", "forward", "compile").loc[WIDTHS[0], "share_of_copy"]),
         "compiled_isru": plain(_own("isru", "forward", "compile").loc[WIDTHS[0], "share_of_copy"]),

@@ -8,7 +8,10 @@ A peer that is not installed, or does not take a shape, leaves a note instead of
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import normlab_kernels as nk
@@ -117,6 +120,17 @@ BUILDERS: dict[str, Callable[[str], Call]] = {
     "quack": _quack,
     "released": _released,
 }
+PACKAGES = {"liger": ("liger-kernel",), "quack": ("quack-kernels", "nvidia-cutlass-dsl")}
+
+
+@functools.cache
+def version(peer: str) -> str:
+    """The versions of a peer's packages, beside PyTorch and Triton."""
+    found = []
+    for package in PACKAGES.get(peer, ()):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(found)
 
 
 def build(peer: str, name: str, backend: str = "inductor") -> Call:

@@ -16,8 +16,9 @@ generate   a token of generation by scheme; needs normlab
 plan.py has the rows in their order.
 
 Each section has a table, <section>_<device>.csv, which keeps what earlier runs measured: run the command again to
-resume. A result is checked before it is timed. What fails is a row with a note, and the rest is measured. A row at
-which the process died is left out by later runs. Exit status: 0; 1 if a row or a test failed; 2 if there is no device.
+resume, after an interrupt too. A result is checked before it is timed. What fails is a row with a note, and the rest is
+measured. A row at which the process died is left out by later runs, but with --again.
+Exit status: 0; 1 if a row or a test failed, or a row was left out; 2 if there is no device.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +50,7 @@ except ImportError:
     sys.exit(f"torch is missing in {sys.executable}: point to a Python that has it, PYTHON=...")
 
 import normlab_kernels  # noqa: E402
+import peers  # noqa: E402
 from fused_product import fusion_line, linear_row  # noqa: E402
 from measure import Cuda, Device, Fake, Missing, Row, first_line  # noqa: E402
 from plan import SECTIONS, Planned, plan  # noqa: E402
@@ -103,24 +106,29 @@ def measure_all(
     tables = {section: Table(out / f"{section}_{device.label}.csv", common) for section in sections}
     status = DONE
     for number, planned in enumerate(rows):
-        table = tables[planned.section]
-        if table.is_done(planned.columns()) and not again:
+        table, row = tables[planned.section], planned.columns() | {"peer_version": peers.version(planned.peer)}
+        earlier = {} if again else table.earlier(row)
+        if is_good(earlier):
+            continue
+        if earlier.get("note") == BEGUN:
+            print(f"left out, as the process died at it: {planned}; --again tries it", flush=True)
+            status = FAILED
             continue
         if time.monotonic() + planned.seconds > deadline:
             print(f"out of time: {len(rows) - number} of {len(rows)} rows are left, from {planned}", flush=True)
             break
-        table.add(planned.columns() | {"note": BEGUN})
-        columns = measure_row(planned, device)
+        with table.begun(row):
+            columns = measure_row(planned, device)
         gc.freeze()  # the next collection looks at the next row's objects only
         stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        table.add(planned.columns() | columns | device.settings() | stamp)
-        print(*(f"{k}={v}" for k, v in (planned.columns() | columns).items() if v != ""), flush=True)
+        table.add(row | columns | device.settings() | stamp)
+        print(*(f"{k}={v}" for k, v in (row | columns).items() if v != ""), flush=True)
         if not is_good(columns) and not columns.get("note", "").startswith("missing"):
             status = FAILED
             try:
                 torch.zeros(1, device=device.torch).item()
             except RuntimeError:  # every call fails, as after a bad access
-                table.add(planned.columns() | {"note": BEGUN})
+                table.add(row | {"note": BEGUN})
                 print("the device is lost to this process: run the command again to resume", flush=True)
                 return FAILED
     gc.unfreeze()
@@ -175,6 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = plan(device.kind, tuple(options.sections))
     if options.tests:
         status = run_tests(options.out, seconds / 2 if rows else seconds)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupt too
     left = BEGAN + seconds - time.monotonic()
     return max(status, measure_all(device, rows, options.out, left, options.again, options.commit))
 

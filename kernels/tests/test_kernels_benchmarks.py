@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,14 +95,46 @@ def test_a_run_ends_in_time_resumes_and_leaves_out_the_row_at_which_a_process_di
     before = read(tmp_path, "decode")
     run.measure_all(measure.Fake(), rows, tmp_path, rows[0].seconds / 2, commit="c")
     assert "out of time: " in capsys.readouterr().out and read(tmp_path, "decode") == before
-    run.measure_all(measure.Fake(), rows, tmp_path, 1e6, commit="c")
+    assert run.measure_all(measure.Fake(), rows, tmp_path, 1e6, commit="c") == run.FAILED
     after = read(tmp_path, "decode")
+    assert "left out, as the process died at it" in capsys.readouterr().out
     assert len(died) == 1 and len(after) == len(rows)
     kept = [key for key, row in before.items() if tables.is_good(row) or row["note"] == tables.BEGUN]
     assert len(kept) > 1 and all(after[key] == before[key] for key in kept)
     monkeypatch.undo()
     run.measure_all(measure.Fake(), rows, tmp_path, 1e6, again=True, commit="c")
     assert all(tables.is_good(row) for row in read(tmp_path, "decode").values() if row["peer"] == "normlab")
+
+
+def test_a_row_that_kills_the_process_with_other_software_is_left_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (row,) = (row for row in rows_of("decode") if (row.function, row.peer) == ("bhyt", "normlab"))
+    died: list[str] = []
+
+    def die(a: object) -> None:
+        died.append("here")
+        raise SystemExit
+
+    assert run.measure_all(measure.Fake(), [row], tmp_path, 1e6) == run.DONE
+    monkeypatch.setitem(peers.OURS, "bhyt", die)
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    with pytest.raises(SystemExit):
+        run.measure_all(measure.Fake(), [row], tmp_path, 1e6)
+    assert run.measure_all(measure.Fake(), [row], tmp_path, 1e6) == run.FAILED and len(died) == 1
+
+
+def test_an_interrupted_row_is_measured_by_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row for row in rows_of("decode") if row.peer == "normlab"]
+    handler = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setitem(peers.OURS, "bhyt", lambda a: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(run, "plan", lambda *_: rows)
+        run.main(["--device", "fake", "--out", str(tmp_path)])
+    signal.signal(signal.SIGTERM, handler)
+    assert all(tables.is_good(row) for row in read(tmp_path, "decode").values())
+    assert run.measure_all(measure.Fake(), rows, tmp_path, 1e6) == run.DONE
+    assert len(read(tmp_path, "decode")) == len(rows)
 
 
 def test_a_good_row_is_replaced_by_a_newer_good_one_only_and_no_line_is_ever_torn(
@@ -121,8 +154,13 @@ def test_a_good_row_is_replaced_by_a_newer_good_one_only_and_no_line_is_ever_tor
     first, second = again.rows.values()
     assert (first["function"], first["microseconds"], first["note"]) == ("a", "2.0", "")
     assert (second["function"], second["note"]) == ("b", "failed")
-    assert again.is_done({"function": "a"}) and not again.is_done({"function": "b"})
-    assert not tables.Table(path, common | {"code": "2"}).is_done({"function": "a"})
+    assert again.earlier({"function": "a"}) == first and again.earlier({"function": "b"})["note"] == "failed"
+    for name in tables.MADE_WITH:  # what fails with other software is not that software's earlier time
+        other = tables.Table(path, common | {name: "2"})
+        assert not other.earlier({"function": "a"})
+        other.add({"function": "a", "note": "failed"})
+        assert tables.Table(path, common | {name: "2"}).earlier({"function": "a"})["note"] == "failed"
+        other.add({"function": "a", "microseconds": 2.0} | common)
 
 
 def test_a_result_that_is_not_the_formulas_is_a_failure_not_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
