@@ -92,6 +92,11 @@ class Planned:
     def seconds(self) -> float:
         return SECONDS.get(self.peer, SECONDS.get(self.section, OTHER_SECONDS))
 
+    @property
+    def is_ours(self) -> bool:
+        """True if kernels of this repository are timed, here or in what this takes turns with."""
+        return self.peer in ("normlab", "released", "") or "normlab" in self.against
+
     def columns(self) -> dict[str, str | int]:
         """The part of a table's row that is known beforehand."""
         where = {"section": self.section, "function": self.function, "peer": self.peer, "pass": self.direction}

@@ -54,7 +54,7 @@ import peers  # noqa: E402
 from fused_product import fusion_line, linear_row  # noqa: E402
 from measure import Cuda, Device, Fake, Missing, Row, first_line  # noqa: E402
 from plan import SECTIONS, Planned, plan  # noqa: E402
-from sections import MEASURE  # noqa: E402
+from sections import MEASURE, check_kernels  # noqa: E402
 from tables import BEGUN, Table, is_good  # noqa: E402
 
 DEVICES = {"cuda": Cuda, "cpu": Device, "fake": Fake}
@@ -83,6 +83,7 @@ def measure_row(planned: Planned, device: Device) -> Row:
     """The row's columns, or the reason why there are none, as a note."""
     torch.manual_seed(0)
     try:
+        check_kernels(planned, device)
         measure = linear_row if planned.section == "linear" else MEASURE[planned.section]
         columns = measure(planned, device)
     except Missing as missing:

@@ -171,6 +171,18 @@ def test_a_result_that_is_not_the_formulas_is_a_failure_not_a_time(monkeypatch: 
         assert run.measure_row(row, measure.Fake())["note"].startswith(words)
 
 
+@pytest.mark.parametrize("section", [section for section in plan.SECTIONS if section not in ("host", "compiled")])
+def test_on_a_gpu_without_a_triton_that_they_know_our_kernels_are_missing(
+    section: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain formula would run instead, and its time would stand as ours."""
+    device = measure.Fake()
+    device.torch = torch.device("cuda")
+    monkeypatch.setattr(peers.dispatch, "TRITON", False)
+    row = next(row for row in plan.plan("cuda", (section,)) if row.peer in ("normlab", ""))
+    assert run.measure_row(row, device)["note"].startswith("missing: the kernels need Triton 3.4 to before 3.")
+
+
 def test_the_cpus_rows_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Tiny(measure.Device):
         backend, steps, seconds = "eager", 2, 0.0
