@@ -6,6 +6,7 @@ import csv
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -318,6 +319,16 @@ def test_the_plan_covers_the_claims_and_every_function_and_scheme() -> None:
     assert list(dict.fromkeys(row.section for row in first)) == ["rows", "launch", "linear", "step", "generate"]
     schemes = pytest.importorskip("normlab.schemes", reason="whole models are normlab's")
     assert {row.function for row in plan.plan("cuda", ("step",))} == set(schemes.STUDIED)
+
+
+def test_tests_that_do_not_end_leave_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survived, tests = tmp_path / "survived", tmp_path / "pytest"
+    tests.write_text(f"#!/bin/sh\n(sleep 1; touch {survived}) &\nwait\n")
+    tests.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tests))
+    assert run.run_tests(tmp_path, 0.3) == run.FAILED
+    time.sleep(1.2)
+    assert not survived.exists()
 
 
 def test_without_a_gpu_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
