@@ -59,11 +59,13 @@ from tables import BEGUN, Table, is_good  # noqa: E402
 
 DEVICES = {"cuda": Cuda, "cpu": Device, "fake": Fake}
 DONE, FAILED, NO_DEVICE = 0, 1, 2
+UNTIMED = ("run", "plan", "tables")  # modules here that choose what is measured, and keep it
+MODEL = ("models", "norms", "residuals", "schemes")  # parts of normlab
 OPTIONAL = ("triton", "liger_kernel", "quack", "transformers", "pytest", "xdist")
 
 
 def provenance(device: Device, commit: str = "") -> Row:
-    """The columns that say how a table was made. The commit is git's, with "-dirty" where files differ, or unknown."""
+    """Columns that say how a table was made. The commit is git's, with "-dirty" where files differ, or unknown."""
     version = "none"
     if importlib.util.find_spec("triton") is not None:
         import triton
@@ -72,11 +74,19 @@ def provenance(device: Device, commit: str = "") -> Row:
     git = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     with contextlib.suppress(OSError):
         commit = commit or subprocess.run(git, capture_output=True, text=True, cwd=HERE).stdout.strip()
-    sources = [*sorted(Path(normlab_kernels.__file__).parent.rglob("*.py")), HERE / "measure.py"]
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     versions = {"torch": torch.__version__, "triton": version, "python": platform.python_version()}
     dtype = str(device.dtype).removeprefix("torch.")
-    return {"device": device.label, "dtype": dtype, **versions, "commit": commit or "unknown", "code": code}
+    return {"device": device.label, "dtype": dtype, **versions, "commit": commit or "unknown"}
+
+
+def code_of(section: str) -> str:
+    """The sources that a section's times depend on: the kernels, what measures here, and normlab for whole models."""
+    folders = [Path(normlab_kernels.__file__).parent, HERE]
+    if section in ("step", "generate"):
+        folders += [ROOT / "normlab" / part for part in MODEL]
+    sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    timed = (path.read_bytes() for path in sources if path.parent != HERE or path.stem not in UNTIMED)
+    return hashlib.sha256(b"".join(timed)).hexdigest()[:12]
 
 
 def measure_row(planned: Planned, device: Device) -> Row:
@@ -104,7 +114,8 @@ def measure_all(
     """
     deadline, common = time.monotonic() + seconds, provenance(device, commit)
     sections = dict.fromkeys(row.section for row in rows)
-    tables = {section: Table(out / f"{section}_{device.label}.csv", common) for section in sections}
+    paths = {section: out / f"{section}_{device.label}.csv" for section in sections}
+    tables = {section: Table(path, common | {"code": code_of(section)}) for section, path in paths.items()}
     status = DONE
     for number, planned in enumerate(rows):
         table, row = tables[planned.section], planned.columns() | {"peer_version": peers.version(planned.peer)}

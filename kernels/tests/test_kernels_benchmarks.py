@@ -331,6 +331,22 @@ def test_tests_that_do_not_end_leave_nothing_running(tmp_path: Path, monkeypatch
     assert not survived.exists()
 
 
+def test_a_row_is_of_other_code_when_what_it_is_timed_with_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[Path] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) + b"#" * (path in changed))
+    before = {section: run.code_of(section) for section in ("rows", "step")}
+    for name in ("fused_product", "host", "measure", "peers", "released", "sections"):
+        changed[:] = [run.HERE / f"{name}.py"]
+        assert all(run.code_of(section) != code for section, code in before.items()), name
+    for name in ("run", "plan", "tables"):
+        changed[:] = [run.HERE / f"{name}.py"]
+        assert all(run.code_of(section) == code for section, code in before.items()), name
+    changed[:] = [run.ROOT / "normlab" / "models" / "block.py"]
+    if changed[0].exists():
+        assert run.code_of("rows") == before["rows"] and run.code_of("step") != before["step"]
+
+
 def test_without_a_gpu_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--device", "cuda", "--out", str(tmp_path)]) == 2 and not list(tmp_path.iterdir())
     said = capsys.readouterr().err
