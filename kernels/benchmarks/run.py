@@ -53,7 +53,7 @@ import normlab_kernels  # noqa: E402
 import peers  # noqa: E402
 from fused_product import fusion_line, linear_row  # noqa: E402
 from measure import Cuda, Device, Fake, Missing, Row, first_line  # noqa: E402
-from plan import SECTIONS, Planned, plan  # noqa: E402
+from plan import SECTIONS, TORCH_QUACK, Planned, plan  # noqa: E402
 from sections import MEASURE, check_kernels  # noqa: E402
 from tables import BEGUN, Table, is_good  # noqa: E402
 
@@ -94,6 +94,7 @@ def measure_row(planned: Planned, device: Device) -> Row:
     torch.manual_seed(0)
     try:
         check_kernels(planned, device)
+        peers.vendored_quack(planned.peer == TORCH_QUACK)
         measure = linear_row if planned.section == "linear" else MEASURE[planned.section]
         columns = measure(planned, device)
     except Missing as missing:
@@ -116,8 +117,8 @@ def measure_all(
     sections = dict.fromkeys(row.section for row in rows)
     paths = {section: out / f"{section}_{device.label}.csv" for section in sections}
     tables = {section: Table(path, common | {"code": code_of(section)}) for section, path in paths.items()}
-    status = DONE
-    for number, planned in enumerate(rows):
+    status, unmeasured = DONE, list[Planned]()
+    for planned in rows:
         table, row = tables[planned.section], planned.columns() | {"peer_version": peers.version(planned.peer)}
         earlier = {} if again else table.earlier(row)
         if is_good(earlier):
@@ -127,8 +128,8 @@ def measure_all(
             status = FAILED
             continue
         if time.monotonic() + planned.seconds > deadline:
-            print(f"out of time: {len(rows) - number} of {len(rows)} rows are left, from {planned}", flush=True)
-            break
+            unmeasured.append(planned)  # a later one may take less
+            continue
         with table.begun(row):
             columns = measure_row(planned, device)
         gc.freeze()  # the next collection looks at the next row's objects only
@@ -144,6 +145,8 @@ def measure_all(
                 print("the device is lost to this process: run the command again to resume", flush=True)
                 return FAILED
     gc.unfreeze()
+    if unmeasured:
+        print(f"out of time: {len(unmeasured)} of {len(rows)} rows are left, from {unmeasured[0]}", flush=True)
     if "linear" in tables:
         print(fusion_line(device, tables["linear"].rows.values()), flush=True)
     return status

@@ -66,7 +66,7 @@ def test_every_row_of_the_plan_is_measured_or_noted(
         for row in kept.values():
             if row["peer"] == "quack":
                 assert row["note"].startswith("missing: quack cannot be imported"), row
-            elif row["function"].startswith("linear_add"):
+            elif row["function"].startswith("linear_add") or row["peer"] == plan.TORCH_QUACK:
                 assert row["note"].startswith("missing: "), row
             elif row["peer"] == "liger" or (row["function"], row["peer"]) == ("dyt", "normlab"):
                 assert row["note"] == "KeyError: 'x'" and not row["microseconds"], row
@@ -314,21 +314,62 @@ def test_the_plan_covers_the_claims_and_every_function_and_scheme() -> None:
     assert {row.function for row in norms} == {*peers.FUNCTIONS, "row_moments"} == set(peers.OURS)
     hosts = [{row.peer for row in plan.plan(kind, ("host",))} for kind in ("cuda", "cpu")]
     assert hosts == [set(), {"normlab", "liger"}]  # on a CPU PyTorch would compute; a GPU's rows have the host's time
-    first = [row for row in rows if row.priority == 0]
-    assert rows[: len(first)] == first
-    assert list(dict.fromkeys(row.section for row in first)) == ["rows", "launch", "linear", "step", "generate"]
+    assert rows == sorted(rows, key=lambda row: (row.priority, plan.SECTIONS.index(row.section)))
+    sections = [list(dict.fromkeys(row.section for row in rows if row.priority == which)) for which in (0, 1)]
+    assert sections == [["rows", "launch", "decode"], ["rows", "launch", "linear", "step", "generate"]]
     schemes = pytest.importorskip("normlab.schemes", reason="whole models are normlab's")
     assert {row.function for row in plan.plan("cuda", ("step",))} == set(schemes.STUDIED)
 
 
-def test_tests_that_do_not_end_leave_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    survived, tests = tmp_path / "survived", tmp_path / "pytest"
-    tests.write_text(f"#!/bin/sh\n(sleep 1; touch {survived}) &\nwait\n")
-    tests.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tests))
-    assert run.run_tests(tmp_path, 0.3) == run.FAILED
-    time.sleep(1.2)
-    assert not survived.exists()
+def test_what_is_open_comes_first() -> None:
+    first = [row for row in plan.plan("cuda") if row.priority == 0]
+    calls = {(row.section, row.function, row.direction, row.width) for row in first if row.peer == "normlab"}
+    for (function, direction), by_width in plan.SLOW_LAUNCHES.items():
+        assert {(section, function, direction, width) for section in ("rows", "launch") for width in by_width} <= calls
+    peers_of = {row.peer for row in first if (row.section, row.function) == ("rows", "rms_norm")}
+    assert peers_of == {"normlab", "torch", plan.TORCH_QUACK}
+    assert any((row.function, row.peer, row.direction) == ("bhyt_carried", "compile", "forward") for row in first)
+    decoded = {(row.function, row.peer): row.rows for row in first if row.section == "decode"}
+    assert {("bhyt", "normlab"), ("bhyt", "released")} <= decoded.keys()
+    assert {row.rows for row in first if row.section == "decode"} == {1, 4, 16}
+
+
+def test_a_launch_with_two_names_is_timed_once() -> None:
+    launches = {
+        (row.function, row.width, row.launch) for row in plan.plan("cuda", ("launch",)) if row.direction == "backward"
+    }
+    assert ("bhyt", 8192, "") in launches and ("bhyt", 8192, "resident_warps=8") not in launches  # 16 warps a program
+    assert ("bhyt", 2048, "resident_warps=8") in launches
+    assert ("dyt", 2048, "block=1024 rows=2") not in launches  # the one that is chosen
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_pytorchs_rms_norm_runs_in_quacks_kernels_only_where_that_is_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for QuACK's, registered as PyTorch does: from 2.13 on it takes them by itself."""
+    pytest.importorskip("torch.backends.python_native")
+    from torch._native import registry
+
+    for name in ("_graphs", "_dsl_name_to_lib_graph", "_op_symbol_to_lib_graph", "_dispatch_key_to_lib_graph"):
+        monkeypatch.setattr(registry, name, {})
+    row = next(row for row in rows_of("rows") if row.peer == plan.TORCH_QUACK)
+    assert run.measure_row(row, measure.Fake())["note"].startswith("missing: PyTorch 2.")
+
+    def quack(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(x, 7.0), x.new_ones(len(x), 1)
+
+    monkeypatch.setattr(peers, "RMS_NORM", peers.RMS_NORM[:1])  # a CPU has no kernel of the other
+    registry.register_op_override("cutedsl", "aten", *peers.RMS_NORM, "CPU", cond=lambda *_: True, impl=quack)
+    registry._register_all_overrides()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert run.measure_row(row, measure.Fake())["note"].endswith("has QuACK's kernels for Hopper and Blackwell")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    arguments = peers.arguments("rms_norm", 2, 4, torch.float32, torch.device("cpu"))
+    try:
+        for on in (True, False, True, False):
+            peers.vendored_quack(on)
+            assert bool((peers.build("torch", "rms_norm")(arguments) == 7.0).all()) == on
+    finally:
+        peers.vendored_quack(False)
 
 
 def test_a_row_is_of_other_code_when_what_it_is_timed_with_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +386,16 @@ def test_a_row_is_of_other_code_when_what_it_is_timed_with_changes(monkeypatch: 
     changed[:] = [run.ROOT / "normlab" / "models" / "block.py"]
     if changed[0].exists():
         assert run.code_of("rows") == before["rows"] and run.code_of("step") != before["step"]
+
+
+def test_tests_that_do_not_end_leave_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survived, tests = tmp_path / "survived", tmp_path / "pytest"
+    tests.write_text(f"#!/bin/sh\n(sleep 1; touch {survived}) &\nwait\n")
+    tests.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tests))
+    assert run.run_tests(tmp_path, 0.3) == run.FAILED
+    time.sleep(1.2)
+    assert not survived.exists()
 
 
 def test_without_a_gpu_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
