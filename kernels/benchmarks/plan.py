@@ -8,8 +8,8 @@ peers there, 3 what takes long to compile and the other schemes, and 4 the other
 come in the order below.
 
 By the times of the shipped tables an H200 takes 2.5, 2.5, 4.5, 3.5 and 5 minutes for them; QuACK's kernels and those
-that PyTorch has from it compile for 1.5 of these. A lease of 15 minutes, of which the start and the tests take about 4,
-reaches all of 0 to 2 and a third of 3.
+that PyTorch has from it compile for 1.5 of these. Where the start and the tests take 4 minutes, a lease of 15 reaches
+all of 0 to 2 and a third of 3.
 """
 
 from __future__ import annotations

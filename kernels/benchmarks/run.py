@@ -162,7 +162,7 @@ def run_tests(out: Path, seconds: float) -> int:
     path = out / "tests_gpu.txt"
     with path.open("w") as file:
         where = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": ROOT, "env": environment}
-        tests = subprocess.Popen(command, **where, start_new_session=True)
+        tests = subprocess.Popen(command, **where, process_group=0)
         try:
             failed = tests.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -195,6 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         print(f"no CUDA device: PyTorch {torch.__version__} in {sys.executable} ({built}) sees none", file=sys.stderr)
         return NO_DEVICE
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupt too
     device = DEVICES[options.device]()
     if missing := [name for name in OPTIONAL if importlib.util.find_spec(name) is None]:
         print(f"missing, and left out with a note where it is needed: {', '.join(missing)}", flush=True)
@@ -203,7 +204,6 @@ def main(arguments: list[str] | None = None) -> int:
     rows = plan(device.kind, tuple(options.sections))
     if options.tests:
         status = run_tests(options.out, seconds / 2 if rows else seconds)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupt too
     left = BEGAN + seconds - time.monotonic()
     return max(status, measure_all(device, rows, options.out, left, options.again, options.commit))
 
