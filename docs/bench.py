@@ -16,6 +16,7 @@ DEVICE = "nvidia_h200"
 PEERS = {
     "normlab": "ours",
     "torch": "PyTorch",
+    "torch with QuACK": "PyTorch's QuACK",
     "liger": "Liger",
     "quack": "QuACK",
     "compile": "torch.compile",
@@ -28,9 +29,9 @@ ROWS, WIDTHS, WIDE = 16_384, (2048, 4096, 8192), 8192
 def texts() -> dict[str, str]:
     launches = times("launch").query("width == @WIDE").set_index(["function", "launch"])["microseconds"].unstack()
     gained = launches["stages=2"] / launches[""]
-    about = times("rows").iloc[0]
+    software = times("rows")[["torch", "triton"]].drop_duplicates()
     return {
-        "kernel_software": f"PyTorch {about['torch']}, Triton {about['triton']}",
+        "kernel_software": "; ".join(f"PyTorch {torch}, Triton {triton}" for torch, triton in software.to_numpy()),
         "table_of_shares": _shares(),
         "compiled_carried": plain(_own("bhyt_carried", "forward", "compile").loc[WIDTHS[0], "share_of_copy"]),
         "compiled_isru": plain(_own("isru", "forward", "compile").loc[WIDTHS[0], "share_of_copy"]),
@@ -84,15 +85,17 @@ def _decode() -> dict[str, str]:
 
 
 def _shares() -> str:
-    """Share of the copy rate at each width: a row per function and pass, a column per peer."""
-    share = times("rows").query("rows == @ROWS").set_index(["function", "pass", "peer", "width"])["share_of_copy"]
+    """Share of the copy rate at each width: a row per function and pass, a column per peer that was measured."""
+    rows = times("rows").query("rows == @ROWS").dropna(subset="share_of_copy")
+    share = rows.set_index(["function", "pass", "peer", "width"])["share_of_copy"]
+    peers = {peer: name for peer, name in PEERS.items() if peer in set(rows["peer"])}
     lines = []
     for name in FUNCTIONS:
         for direction in ("forward", "backward"):
-            cells = [[share.get((name, direction, peer, width)) for width in WIDTHS] for peer in PEERS]
+            cells = [[share.get((name, direction, peer, width)) for width in WIDTHS] for peer in peers]
             texts = (" ".join("–" if pd.isna(value) else plain(value) for value in own) for own in cells)
             lines.append((f"`{name}`", direction, *("" if set(text) <= {"–", " "} else text for text in texts)))
-    return table(("function", "pass", *PEERS.values()), lines)
+    return table(("function", "pass", *peers.values()), lines)
 
 
 def _fused(width: int) -> str:

@@ -348,3 +348,14 @@ def test_what_the_findings_say_without_a_number_holds():
 def test_a_page_is_as_short_as_it_promises(page, most):
     words = re.sub(r"<!--.*?-->", "", (ROOT / page).read_text("utf-8"), flags=re.DOTALL).split()
     assert len(words) <= most
+
+
+def test_a_table_of_two_softwares_says_both(code, monkeypatch):
+    rows = code["bench"].times("rows").copy()
+    rows.loc[rows.index[-1], ["torch", "triton"]] = "2.99.0", "3.99.0"
+    tables = {"rows": rows}
+    times = code["bench"].times
+    monkeypatch.setattr(code["bench"], "times", lambda section: tables.get(section, times(section)))
+    said = code["bench"].texts()["kernel_software"]
+    first, second = said.split("; ")
+    assert first.startswith("PyTorch 2.1") and second == "PyTorch 2.99.0, Triton 3.99.0"

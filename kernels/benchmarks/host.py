@@ -29,7 +29,7 @@ def no_device(launcher: Callable[[Any, Any], Any]) -> SimpleNamespace:
             unload_module=lambda module: None,
         ),
         get_benchmarker=lambda: lambda call, quantiles: [0.0] * len(quantiles),  # a peer that tunes
-        get_current_device=lambda: 0,
+        get_current_device=lambda: -1,  # Triton keeps what it compiled by device: none that a real driver has
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         launcher_cls=launcher,

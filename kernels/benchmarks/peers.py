@@ -1,6 +1,7 @@
 """The peers: this package, the plain formula, torch.compile's version of it, PyTorch's norms, Liger, QuACK.
 
-BHyT's released decode kernel is restated from its formula.
+PyTorch's RMSNorm is in its own kernels and, as another peer, in those that it has from QuACK. BHyT's released decode
+kernel is restated from its formula.
 
 A peer that is not installed, or does not take a shape, leaves a note instead of a number. `pip install -e
 'kernels[peers]'` installs them.
@@ -8,7 +9,10 @@ A peer that is not installed, or does not take a shape, leaves a note instead of
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import normlab_kernels as nk
@@ -18,6 +22,7 @@ from normlab_kernels import dispatch, functions
 from normlab_kernels.moments import row_moments_reference
 from normlab_kernels.reference import row_norm_reference
 from normlab_kernels.spec import FUNCTIONS
+from plan import TORCH_QUACK
 
 Tensor = torch.Tensor
 Call = Callable[[dict[str, Tensor]], Any]
@@ -77,6 +82,25 @@ def _torch(name: str) -> Call:
     return lambda a: functional.layer_norm(a["x"], a["weight"].shape, a["weight"], a["bias"], 1e-5)
 
 
+def vendored_quack(on: bool) -> None:
+    """Whether PyTorch may run its RMSNorm in the QuACK kernels that it has. From 2.13 on it does so by itself where it
+    finds nvidia-cutlass-dsl and apache-tvm-ffi in versions that it knows.
+
+    Raises:
+        Missing: it should, and has none that run here.
+    """
+    operations: list[str] = []
+    with contextlib.suppress(ImportError):
+        from torch.backends import python_native
+
+        (python_native.enable_operations if on else python_native.disable_operations)(*RMS_NORM)
+        operations = python_native.get_dsl_operations("cutedsl")
+    if on and not {*RMS_NORM}.issubset(operations):
+        raise Missing(f"PyTorch {torch.__version__} has no QuACK kernels for {version(TORCH_QUACK) or 'no CuTe DSL'}")
+    if on and torch.cuda.get_device_capability()[0] not in (9, 10):
+        raise Missing("PyTorch has QuACK's kernels for Hopper and Blackwell")
+
+
 def _liger(name: str) -> Call:
     from liger_kernel.transformers import functional
 
@@ -113,10 +137,27 @@ BUILDERS: dict[str, Callable[[str], Call]] = {
     "normlab": lambda name: OURS[name],
     "eager": formula,
     "torch": _torch,
+    TORCH_QUACK: _torch,
     "liger": _liger,
     "quack": _quack,
     "released": _released,
 }
+PACKAGES = {
+    "liger": ("liger-kernel",),
+    "quack": ("quack-kernels", "nvidia-cutlass-dsl"),
+    TORCH_QUACK: ("nvidia-cutlass-dsl", "apache-tvm-ffi"),
+}
+RMS_NORM = ("_fused_rms_norm", "_fused_rms_norm_backward")  # PyTorch's operations
+
+
+@functools.cache
+def version(peer: str) -> str:
+    """The versions of a peer's packages, beside PyTorch and Triton."""
+    found = []
+    for package in PACKAGES.get(peer, ()):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(found)
 
 
 def build(peer: str, name: str, backend: str = "inductor") -> Call:

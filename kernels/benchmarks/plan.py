@@ -1,15 +1,24 @@
 """The measurements as data: one `Planned` for each row of the tables, the most important first.
 
-Priority 0 are the claims. They are this package and PyTorch's norms at 16k rows of 2k to 8k, the fused product, and
-whole models with RMSNorm and with BHyT. Priority 1 are the other peers there, decoding and the other schemes. Priority
-2 is what takes long to compile, and 3 are the other shapes. Within a priority the sections come in the order below.
+Priority 0 is what is open: the kernels that are furthest from a copy, with other launches too; BHyT with a carried
+statistic beside torch.compile; RMSNorm beside PyTorch's kernels and those that it has from QuACK, with the host's time;
+decoding 1 to 16 rows beside the authors' kernel. Priority 1 are the claims: this package and PyTorch's norms at 16k
+rows of 2k to 8k, launches there, the fused product, whole models with RMSNorm and with BHyT. Priority 2 are the other
+peers there, 3 what takes long to compile and the other schemes, and 4 the other shapes. Within a priority the sections
+come in the order below.
+
+By the times of the shipped tables an H200 takes 2.5, 2.5, 4.5, 3.5 and 5 minutes for them; QuACK's kernels and those
+that PyTorch has from it compile for 1.5 of these. Where the start and the tests take 4 minutes, a lease of 15 reaches
+all of 0 to 2 and a third of 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
+
+from normlab_kernels import choices, spec
 
 SECTIONS = ("rows", "launch", "linear", "decode", "host", "compiled", "step", "generate")
 FUNCTIONS = (
@@ -19,8 +28,10 @@ FUNCTIONS = (
 )  # fmt: skip
 BOUNDED = tuple(name for name in FUNCTIONS if "unbounded" not in name)
 # Who has which function, besides this package and the plain formula, which have all.
+TORCH_QUACK = "torch with QuACK"  # PyTorch's RMSNorm in the kernels that it has from QuACK; "torch" is in its own
 PEERS = {
     "torch": ("rms_norm", "layer_norm"),
+    TORCH_QUACK: ("rms_norm",),
     "liger": ("rms_norm", "add_rms_norm", "layer_norm", "dyt"),
     "quack": ("rms_norm", "add_rms_norm"),
     "compile": (
@@ -52,13 +63,13 @@ TILE_LAUNCHES = ("", "stages=2", "block=1024 rows=2", "block=2048 rows=1", "bloc
 # Derf's backward at 2,048 columns 0.77 to 0.81, LayerNorm's forward at 8,192 0.88, BHyT with a carried statistic 0.93.
 _SEED = ("", "warps=4", "warps=16", "rows=2 warps=16", "stages=1", "stages=2", "resident_warps=8", "resident_warps=32")
 _MOMENTS = ("", "warps=4", "warps=16", "rows=2 warps=8", "rows=2 warps=16", "rows=4 warps=16")
-_NARROW_TILES = ("stages=1", "stages=3", "resident_warps=8", "resident_warps=32", "block=512 rows=4", "rows=4 warps=8")
+_NARROW = ("stages=1", "resident_warps=8", "resident_warps=32", "block=512 rows=4", "rows=4 warps=8")
 _CARRIED = ("", "block=2048 rows=1", "block=2048 rows=2 warps=8", "block=512 rows=4", "rows=4 warps=8", "warps=8")
 SLOW_LAUNCHES = {
     ("seed_norm", "backward"): dict.fromkeys((2048, 4096, 8192), _SEED),
     ("row_moments", "forward"): dict.fromkeys((2048, 4096, 8192), _MOMENTS),
-    ("dyt", "backward"): {2048: _NARROW_TILES},
-    ("derf", "backward"): {2048: _NARROW_TILES},
+    ("dyt", "backward"): {2048: (*TILE_LAUNCHES, *_NARROW)},
+    ("derf", "backward"): {2048: (*TILE_LAUNCHES, *_NARROW)},
     ("layer_norm", "forward"): {8192: ("", "warps=8", "warps=32", "rows=2 warps=32")},
     ("bhyt_carried", "forward"): dict.fromkeys((2048, 4096), _CARRIED),
 }
@@ -68,9 +79,11 @@ LINEAR_ROWS = (16_384, 8192, 32_768, 4096)
 FUSED, UNFUSED = "linear_add_bhyt", "addmm + bhyt_carried"
 LINEAR = (UNFUSED, FUSED, "addmm + rms_norm", "addmm + F.rms_norm", "addmm", "linear_add_dyt")
 DECODED = ("rms_norm", "bhyt", "bhyt_carried", "add_rms_norm", "add_bhyt", "add_bhyt_carried")
+DECODERS = ("normlab", "released", "torch", TORCH_QUACK, "liger", "quack", "eager")
 BASELINE, COMPARED, EXACT = "pre_rmsnorm", "bhyt", "bhyt_exact"
-# Seconds that a row may take, so that none is begun that would not end in time: much more than most need.
-SECONDS = {"compile": 40.0, "step": 45.0, "generate": 30.0}
+# Seconds that a row may take, so that none is begun that would not end in time: more than the longest on an H200, where
+# QuACK's first compiled for 43 seconds.
+SECONDS = {"compile": 20.0, "liger": 12.0, "quack": 60.0, TORCH_QUACK: 60.0, "step": 30.0, "generate": 15.0}
 OTHER_SECONDS = 8.0
 
 
@@ -91,6 +104,11 @@ class Planned:
     @property
     def seconds(self) -> float:
         return SECONDS.get(self.peer, SECONDS.get(self.section, OTHER_SECONDS))
+
+    @property
+    def is_ours(self) -> bool:
+        """True if kernels of this repository are timed, here or in what this takes turns with."""
+        return self.peer in ("normlab", "released", "") or "normlab" in self.against
 
     def columns(self) -> dict[str, str | int]:
         """The part of a table's row that is known beforehand."""
@@ -114,12 +132,24 @@ def _all(
             yield Planned(section, name, peer, direction, rows, width, priority, launch, against)
 
 
+def _open() -> Iterator[Planned]:
+    """What is furthest from its bound: as launched, otherwise launched, and beside who is faster."""
+    for (function, direction), by_width in SLOW_LAUNCHES.items():
+        for width, launches in by_width.items():
+            one = [(16_384, width)], [function], [direction]
+            yield from _all("rows", *one, priority=0)
+            yield from _all("launch", *one, launches=launches, priority=0)
+    yield from _all("rows", CLAIMED[:2], ["bhyt_carried"], peers=["compile"], priority=0)
+    yield from _all("rows", CLAIMED, ["rms_norm"], PASSES[:2], ("normlab", "torch", TORCH_QUACK), priority=0)
+    yield from _decode(4096, (1, 4, 16), *DECODERS, priority=0)
+
+
 def _norms_on_gpu() -> Iterator[Planned]:
     peers = ("normlab", "torch", "liger", "quack")
-    yield from _all("rows", CLAIMED, BOUNDED, PASSES[:2], peers[:2], priority=0)
-    yield from _all("rows", CLAIMED, FUNCTIONS, PASSES, (*peers, "eager"))
-    yield from _all("rows", CLAIMED, FUNCTIONS, PASSES, ("compile",), priority=2)
-    yield from _all("rows", OTHER_SHAPES, FUNCTIONS[:6], PASSES[:2], peers, priority=3)
+    yield from _all("rows", CLAIMED, BOUNDED, PASSES[:2], peers[:2], priority=1)
+    yield from _all("rows", CLAIMED, FUNCTIONS, PASSES, (*peers, TORCH_QUACK, "eager"), priority=2)
+    yield from _all("rows", CLAIMED, FUNCTIONS, PASSES, ("compile",), priority=3)
+    yield from _all("rows", OTHER_SHAPES, FUNCTIONS[:6], PASSES[:2], peers, priority=4)
 
 
 def _norms_on_cpu() -> Iterator[Planned]:
@@ -131,28 +161,42 @@ def _norms_on_cpu() -> Iterator[Planned]:
 def _launches() -> Iterator[Planned]:
     for width, tiles in BACKWARD_TILES.items():
         functions, launches = ("bhyt", "rms_norm", "add_bhyt", "layer_norm"), (*BACKWARD_LAUNCHES, *tiles)
-        where, priority = [(16_384, width)], 0 if width in (2048, 4096, 8192) else 1
+        where, priority = [(16_384, width)], 1 if width in (2048, 4096, 8192) else 2
         yield from _all("launch", where, functions, ["backward"], launches=launches, priority=priority)
-    yield from _all("launch", CLAIMED[:2], ("dyt", "derf"), ["backward"], launches=TILE_LAUNCHES, priority=0)
-    for (function, direction), by_width in SLOW_LAUNCHES.items():
-        for width, launches in by_width.items():
-            yield from _all("launch", [(16_384, width)], [function], [direction], launches=launches, priority=0)
+    yield from _all("launch", CLAIMED[1:2], ("dyt", "derf"), ["backward"], launches=TILE_LAUNCHES, priority=1)
+
+
+def _resolved(row: Planned) -> object:
+    """What a row times: of one launch there may be several names."""
+    if row.section != "launch":
+        return row
+    if row.function == "row_moments":
+        chosen = choices.moments(row.width)
+    else:
+        norm, inputs = spec.FUNCTIONS[row.function].spec, spec.FUNCTIONS[row.function].inputs
+        if row.direction == "forward":
+            chosen = choices.forward(row.width, norm.reduces)
+        else:
+            chosen = choices.backward(row.width, norm.reduces or "given" in inputs, "direction" in inputs)
+    launch = choices.changed(chosen, row.launch)
+    programs = max(1, launch.resident_warps // launch.warps)  # on a multiprocessor
+    return replace(row, launch=""), replace(launch, resident_warps=programs)
 
 
 def _linear(shapes: Iterable[tuple[int, int]], priority: int) -> Iterator[Planned]:
     for shape, name in product(shapes, LINEAR):
-        launches = LINEAR_LAUNCHES if name == FUSED and priority == 0 else ("",)
+        launches = LINEAR_LAUNCHES if name == FUSED and priority < 4 else ("",)
         yield from _all("linear", [shape], [name], peers=[""], launches=launches, priority=priority)
 
 
-def _decode(width: int, *peers: str) -> Iterator[Planned]:
-    return _all("decode", [(batch, width) for batch in (1, 4, 16, 64)], DECODED, peers=peers)
+def _decode(width: int, batches: Iterable[int], *peers: str, priority: int = 2) -> Iterator[Planned]:
+    return _all("decode", [(batch, width) for batch in batches], DECODED, peers=peers, priority=priority)
 
 
 def _host() -> Iterator[Planned]:
-    """The time of our call; and of a peer's, in turns with ours."""
+    """The time of our call; and of Liger's, in turns with ours. PyTorch's would compute on the CPU."""
     functions = ("rms_norm", "add_rms_norm", "layer_norm", "dyt", "bhyt", "add_bhyt", "bhyt_carried")
-    for peer, against in (("normlab", ""), ("liger", "normlab"), ("torch", "normlab")):
+    for peer, against in (("normlab", ""), ("liger", "normlab")):
         directions = ("forward", "forward with gradient", "backward")
         yield from _all("host", [(16, 2048)], functions, directions, [peer], against=against)
 
@@ -166,10 +210,10 @@ def _compiled() -> Iterator[Planned]:
 def _models() -> Iterator[Planned]:
     """Each takes turns with the baseline; the baseline with itself shows what difference can be told."""
     against = f"{BASELINE} normlab"
-    variants = [(COMPARED, "normlab", 0), (BASELINE, "normlab", 0)]
-    variants += [(BASELINE, peer, 1) for peer in ("torch", "eager", "liger", "quack")]
-    variants += [(EXACT, "normlab", 1)]
-    for scheme, peer, priority in [*variants, *((scheme, "normlab", 2) for scheme in _other_schemes())]:
+    variants = [(COMPARED, "normlab", 1), (BASELINE, "normlab", 1)]
+    variants += [(BASELINE, peer, 2) for peer in ("torch", "eager", "liger", "quack")]
+    variants += [(EXACT, "normlab", 2)]
+    for scheme, peer, priority in [*variants, *((scheme, "normlab", 3) for scheme in _other_schemes())]:
         yield Planned("step", scheme, peer, "step", 4 * 2048, 2048, priority, against=against)
     for scheme, peer, priority in variants:
         for batch in (1, 8, 64):
@@ -186,14 +230,16 @@ def _other_schemes() -> tuple[str, ...]:
 
 
 def plan(kind: str, sections: tuple[str, ...] = SECTIONS) -> list[Planned]:
-    """The rows for a device of that kind, "cuda" or "cpu", in the order they are measured; the first of two equal
-    ones."""
+    """The rows for a device of that kind, "cuda" or "cpu", in the order they are measured; of those that time the same
+    the first."""
     if kind == "cpu":
-        found = [*_norms_on_cpu(), *_linear([(256, 256)], 0), *_decode(128, "normlab", "eager", "torch")]
-        found += [*_host(), *_compiled(), *_models()]
+        decode = _decode(128, (1, 4, 16, 64), "normlab", "eager", "torch")
+        found = [*_norms_on_cpu(), *_linear([(256, 256)], 1), *decode, *_host(), *_compiled(), *_models()]
     else:
-        decode = _decode(4096, "normlab", "released", "torch", "liger", "quack", "eager")
-        linear = [*_linear(product(LINEAR_ROWS, (2048, 4096)), 0), *_linear(product((16_384, 8192), (1024, 8192)), 3)]
-        found = [*_norms_on_gpu(), *_launches(), *linear, *decode, *_host(), *_models()]
-    unique = dict.fromkeys(row for row in found if row.section in sections)
-    return sorted(unique, key=lambda row: (row.priority, SECTIONS.index(row.section)))
+        linear = [*_linear(product(LINEAR_ROWS, (2048, 4096)), 1), *_linear(product((16_384, 8192), (1024, 8192)), 4)]
+        found = [*_open(), *_norms_on_gpu(), *_launches(), *linear, *_decode(4096, (64,), *DECODERS), *_models()]
+    unique: dict[object, Planned] = {}
+    for row in found:
+        if row.section in sections:
+            unique.setdefault(_resolved(row), row)
+    return sorted(unique.values(), key=lambda row: (row.priority, SECTIONS.index(row.section)))

@@ -1,14 +1,14 @@
 """Test the compiled kernels, then measure them against every installed peer, in the order of importance.
 
-    PYTHONPATH=kernels:. python3 kernels/benchmarks/run.py --out data/bench              # a GPU, `make gpu` does it
-    python kernels/benchmarks/run.py --device cpu --sections rows --out data/bench
+    PYTHONPATH=kernels:. python3 kernels/benchmarks/run.py --out build/bench             # a GPU, `make gpu` does it
+    python kernels/benchmarks/run.py --device cpu --sections rows --out build/bench
     python kernels/benchmarks/run.py --device fake --out build/dry-run                   # no device: times mean nothing
 
 rows       each norm, forward, backward and both
 launch     its kernels with other launches than those chosen
 linear     projection + add + norm, fused or not
 decode     each norm for 1 to 64 rows
-host       the host's time of a call; needs no GPU
+host       the host's time of a call, on a machine without a GPU; a GPU's rows have theirs
 compiled   two norms on a CPU against the compiled formula
 step       a whole training step by scheme; needs normlab
 generate   a token of generation by scheme; needs normlab
@@ -16,8 +16,9 @@ generate   a token of generation by scheme; needs normlab
 plan.py has the rows in their order.
 
 Each section has a table, <section>_<device>.csv, which keeps what earlier runs measured: run the command again to
-resume. A result is checked before it is timed. What fails is a row with a note, and the rest is measured. A row at
-which the process died is left out by later runs. Exit status: 0; 1 if a row or a test failed; 2 if there is no device.
+resume, after an interrupt too. A result is checked before it is timed. What fails is a row with a note, and the rest is
+measured. A row at which the process died is left out by later runs, but with --again.
+Exit status: 0; 1 if a row or a test failed, or a row was left out; 2 if there is no device.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -48,19 +50,22 @@ except ImportError:
     sys.exit(f"torch is missing in {sys.executable}: point to a Python that has it, PYTHON=...")
 
 import normlab_kernels  # noqa: E402
+import peers  # noqa: E402
 from fused_product import fusion_line, linear_row  # noqa: E402
 from measure import Cuda, Device, Fake, Missing, Row, first_line  # noqa: E402
-from plan import SECTIONS, Planned, plan  # noqa: E402
-from sections import MEASURE  # noqa: E402
+from plan import SECTIONS, TORCH_QUACK, Planned, plan  # noqa: E402
+from sections import MEASURE, check_kernels  # noqa: E402
 from tables import BEGUN, Table, is_good  # noqa: E402
 
 DEVICES = {"cuda": Cuda, "cpu": Device, "fake": Fake}
 DONE, FAILED, NO_DEVICE = 0, 1, 2
+UNTIMED = ("run", "plan", "tables")  # modules here that choose what is measured, and keep it
+MODEL = ("models", "norms", "residuals", "schemes")  # parts of normlab
 OPTIONAL = ("triton", "liger_kernel", "quack", "transformers", "pytest", "xdist")
 
 
 def provenance(device: Device, commit: str = "") -> Row:
-    """The columns that say how a table was made. The commit is git's, with "-dirty" where files differ, or unknown."""
+    """Columns that say how a table was made. The commit is git's, with "-dirty" where files differ, or unknown."""
     version = "none"
     if importlib.util.find_spec("triton") is not None:
         import triton
@@ -69,17 +74,27 @@ def provenance(device: Device, commit: str = "") -> Row:
     git = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     with contextlib.suppress(OSError):
         commit = commit or subprocess.run(git, capture_output=True, text=True, cwd=HERE).stdout.strip()
-    sources = [*sorted(Path(normlab_kernels.__file__).parent.rglob("*.py")), HERE / "measure.py"]
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     versions = {"torch": torch.__version__, "triton": version, "python": platform.python_version()}
     dtype = str(device.dtype).removeprefix("torch.")
-    return {"device": device.label, "dtype": dtype, **versions, "commit": commit or "unknown", "code": code}
+    return {"device": device.label, "dtype": dtype, **versions, "commit": commit or "unknown"}
+
+
+def code_of(section: str) -> str:
+    """The sources that a section's times depend on: the kernels, what measures here, and normlab for whole models."""
+    folders = [Path(normlab_kernels.__file__).parent, HERE]
+    if section in ("step", "generate"):
+        folders += [ROOT / "normlab" / part for part in MODEL]
+    sources = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    timed = (path.read_bytes() for path in sources if path.parent != HERE or path.stem not in UNTIMED)
+    return hashlib.sha256(b"".join(timed)).hexdigest()[:12]
 
 
 def measure_row(planned: Planned, device: Device) -> Row:
     """The row's columns, or the reason why there are none, as a note."""
     torch.manual_seed(0)
     try:
+        check_kernels(planned, device)
+        peers.vendored_quack(planned.peer == TORCH_QUACK)
         measure = linear_row if planned.section == "linear" else MEASURE[planned.section]
         columns = measure(planned, device)
     except Missing as missing:
@@ -100,30 +115,38 @@ def measure_all(
     """
     deadline, common = time.monotonic() + seconds, provenance(device, commit)
     sections = dict.fromkeys(row.section for row in rows)
-    tables = {section: Table(out / f"{section}_{device.label}.csv", common) for section in sections}
-    status = DONE
-    for number, planned in enumerate(rows):
-        table = tables[planned.section]
-        if table.is_done(planned.columns()) and not again:
+    paths = {section: out / f"{section}_{device.label}.csv" for section in sections}
+    tables = {section: Table(path, common | {"code": code_of(section)}) for section, path in paths.items()}
+    status, unmeasured = DONE, list[Planned]()
+    for planned in rows:
+        table, row = tables[planned.section], planned.columns() | {"peer_version": peers.version(planned.peer)}
+        earlier = {} if again else table.earlier(row)
+        if is_good(earlier):
+            continue
+        if earlier.get("note") == BEGUN:
+            print(f"left out, as the process died at it: {planned}; --again tries it", flush=True)
+            status = FAILED
             continue
         if time.monotonic() + planned.seconds > deadline:
-            print(f"out of time: {len(rows) - number} of {len(rows)} rows are left, from {planned}", flush=True)
-            break
-        table.add(planned.columns() | {"note": BEGUN})
-        columns = measure_row(planned, device)
+            unmeasured.append(planned)  # a later one may take less
+            continue
+        with table.begun(row):
+            columns = measure_row(planned, device)
         gc.freeze()  # the next collection looks at the next row's objects only
         stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        table.add(planned.columns() | columns | device.settings() | stamp)
-        print(*(f"{k}={v}" for k, v in (planned.columns() | columns).items() if v != ""), flush=True)
+        table.add(row | columns | device.settings() | stamp)
+        print(*(f"{k}={v}" for k, v in (row | columns).items() if v != ""), flush=True)
         if not is_good(columns) and not columns.get("note", "").startswith("missing"):
             status = FAILED
             try:
                 torch.zeros(1, device=device.torch).item()
             except RuntimeError:  # every call fails, as after a bad access
-                table.add(planned.columns() | {"note": BEGUN})
+                table.add(row | {"note": BEGUN})
                 print("the device is lost to this process: run the command again to resume", flush=True)
                 return FAILED
     gc.unfreeze()
+    if unmeasured:
+        print(f"out of time: {len(unmeasured)} of {len(rows)} rows are left, from {unmeasured[0]}", flush=True)
     if "linear" in tables:
         print(fusion_line(device, tables["linear"].rows.values()), flush=True)
     return status
@@ -139,13 +162,18 @@ def run_tests(out: Path, seconds: float) -> int:
     path = out / "tests_gpu.txt"
     with path.open("w") as file:
         where = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": ROOT, "env": environment}
+        tests = subprocess.Popen(command, **where, process_group=0)
         try:
-            done = subprocess.run(command, **where, timeout=seconds)
+            failed = tests.wait(seconds)
         except subprocess.TimeoutExpired:
             print(f"the tests did not end in {seconds:.0f} s; their output: {path}")
             return FAILED
+        finally:  # parallel ones would go on, on the device that is measured next
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(tests.pid, signal.SIGKILL)
+            tests.wait()
     print(path.read_text()[-3000:])
-    return FAILED if done.returncode else DONE
+    return FAILED if failed else DONE
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -167,6 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         print(f"no CUDA device: PyTorch {torch.__version__} in {sys.executable} ({built}) sees none", file=sys.stderr)
         return NO_DEVICE
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupt too
     device = DEVICES[options.device]()
     if missing := [name for name in OPTIONAL if importlib.util.find_spec(name) is None]:
         print(f"missing, and left out with a note where it is needed: {', '.join(missing)}", flush=True)

@@ -62,14 +62,26 @@ def one_pass(direction: str, call: peers.Call, arguments: dict[str, Tensor]) -> 
     return lambda: torch.autograd.grad(outputs(call(arguments)), leaves, upstream, allow_unused=True)
 
 
+def check_kernels(planned: Planned, device: Device) -> None:
+    """Without them this package would run the plain formula on a GPU, whose time is not ours.
+
+    Raises:
+        Missing: the row is of the Triton kernels, which cannot run.
+    """
+    on_gpu = device.torch.type == "cuda"
+    if (planned.section == "launch" or (on_gpu and planned.is_ours)) and not (
+        dispatch.TRITON and (on_gpu or dispatch.INTERPRETING)
+    ):
+        known = " to before ".join(".".join(map(str, version)) for version in dispatch.TRITON_VERSIONS)
+        raise Missing(f"the kernels need Triton {known}, and a GPU")
+
+
 def norm_row(planned: Planned, device: Device) -> Row:
     """A norm, one pass, by one peer, and a copy of as many bytes.
 
     In decoding launches count, not bytes, so there is no copy. A kernel that is not launched as chosen is checked
     against the one that is: tests check that.
     """
-    if planned.section == "launch" and not dispatch.takes_kernels(torch.empty(0, dtype=device.dtype).to(device.torch)):
-        raise Missing("the Triton kernels do not run on this device")
     call = peers.build(planned.peer, planned.function, device.backend)
     rows, width = device.sizes(planned.rows, planned.width)
 

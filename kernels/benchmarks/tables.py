@@ -1,9 +1,14 @@
-"""Tables that lose nothing: CSV files of one row per thing measured, `KEY`, replaced whole after every row."""
+"""Tables that lose nothing: CSV files of one row per thing measured, `KEY`, replaced whole after every row.
+
+Each row says what it was made with, `MADE_WITH`. What fails with this software replaces what another measured.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,9 @@ MEASURED = (
     "share_of_copy copy_gigabytes_per_second teraflops peak_megabytes error ratio ratio_low ratio_high steps note"
 ).split()
 # What must be the same for an earlier row to count as measured: the device, the software, this package's sources.
-MADE_WITH = ("device", "torch", "triton", "python", "code")
+MADE_WITH = ("device", "torch", "triton", "python", "peer_version", "code")
 COLUMNS = (
-    *("device", *KEY, *MEASURED, "torch", "triton", "python", "driver", "commit", "code", "time"),
+    *("device", *KEY, *MEASURED, "torch", "triton", "python", "peer_version", "driver", "commit", "code", "time"),
     *("sm_clock_mhz", "memory_clock_mhz", "temperature_c"),
 )
 BEGUN = "it was begun and did not end"
@@ -32,6 +37,11 @@ def is_good(row: Row) -> bool:
     return bool(row.get("microseconds")) and not row.get("note")
 
 
+def made_with(row: Row) -> tuple[str, ...]:
+    """The cells that tell the software of one row from another's."""
+    return tuple(str(row.get(name) or "") for name in MADE_WITH)
+
+
 class Table:
     """A table with what earlier runs measured; `common` are the columns that all rows of this run share."""
 
@@ -40,23 +50,36 @@ class Table:
         self.rows: dict[tuple[str, ...], Row] = {}
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
-                for row in csv.DictReader(file):
-                    self._keep(row)
+                self.rows = {key_of(row): row for row in csv.DictReader(file)}
 
-    def _keep(self, row: Row) -> None:
-        """One row for each thing measured: the newest good one, or else the newest."""
-        if is_good(row) or not is_good(self.rows.get(key_of(row), {})):
-            self.rows[key_of(row)] = row
-
-    def is_done(self, row: Row) -> bool:
-        """True if it was measured well, or never ended, with this run's device, software and sources."""
-        earlier = self.rows.get(key_of(self.common | row), {})
-        same = all(earlier.get(name) == str(self.common[name]) for name in MADE_WITH)
-        return same and (is_good(earlier) or earlier["note"] == BEGUN)
+    def earlier(self, row: Row) -> Row:
+        """What is there for a row, if this run's device, software and sources made it."""
+        row = self.common | row
+        found = self.rows.get(key_of(row), {})
+        return found if made_with(found) == made_with(row) else {}
 
     def add(self, row: Row) -> None:
-        """Put a row into the table; it is on disk when this returns, and until then the table is as it was."""
-        self._keep(self.common | row)
+        """Put a row into the table, unless one is there that is good, of the same software, and the new one is not.
+
+        It is on disk when this returns, and until then the table is as it was.
+        """
+        if is_good(row) or not is_good(self.earlier(row)):
+            self.rows[key_of(self.common | row)] = self.common | row
+            self._write()
+
+    @contextlib.contextmanager
+    def begun(self, row: Row) -> Iterator[None]:
+        """Meanwhile the table says that the row was begun. An interrupt takes that back, the end of the process not."""
+        before = dict(self.rows)
+        self.add(row | {"note": BEGUN})
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.rows = before
+            self._write()
+            raise
+
+    def _write(self) -> None:
         new = self.path.with_suffix(".new")
         with new.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")

@@ -179,6 +179,23 @@ def test_a_launch_takes_the_kernel_that_triton_would_and_asks_it_once(monkeypatc
     assert list(launch.COMPILED) == ["a GPU's"]  # a stand-in's kernels are for no device
 
 
+def test_a_stand_in_neither_launches_a_gpus_kernels_nor_leaves_it_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    gpu = host.no_device(lambda source, made: lambda *arguments: ran.append(source.constants[(3,)]))
+    gpu.get_current_device = lambda: 0
+
+    def copy(block: int) -> None:
+        copy_kernel[(1,)](x := torch.zeros(64), x, 64, BLOCK=block)
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
+    copy(32)
+    with host.no_launches():
+        copy(32)
+        copy(64)
+    copy(64)
+    assert ran == [32, 64]
+
+
 def test_backward_rows_are_fetched_ahead() -> None:
     build = aot.builds("bhyt", 4096)[1]
     assert "cp.async" in aot.compile_build(build, "sm_90").asm["ptx"]

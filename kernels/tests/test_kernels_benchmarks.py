@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +66,7 @@ def test_every_row_of_the_plan_is_measured_or_noted(
         for row in kept.values():
             if row["peer"] == "quack":
                 assert row["note"].startswith("missing: quack cannot be imported"), row
-            elif row["function"].startswith("linear_add"):
+            elif row["function"].startswith("linear_add") or row["peer"] == plan.TORCH_QUACK:
                 assert row["note"].startswith("missing: "), row
             elif row["peer"] == "liger" or (row["function"], row["peer"]) == ("dyt", "normlab"):
                 assert row["note"] == "KeyError: 'x'" and not row["microseconds"], row
@@ -94,14 +96,46 @@ def test_a_run_ends_in_time_resumes_and_leaves_out_the_row_at_which_a_process_di
     before = read(tmp_path, "decode")
     run.measure_all(measure.Fake(), rows, tmp_path, rows[0].seconds / 2, commit="c")
     assert "out of time: " in capsys.readouterr().out and read(tmp_path, "decode") == before
-    run.measure_all(measure.Fake(), rows, tmp_path, 1e6, commit="c")
+    assert run.measure_all(measure.Fake(), rows, tmp_path, 1e6, commit="c") == run.FAILED
     after = read(tmp_path, "decode")
+    assert "left out, as the process died at it" in capsys.readouterr().out
     assert len(died) == 1 and len(after) == len(rows)
     kept = [key for key, row in before.items() if tables.is_good(row) or row["note"] == tables.BEGUN]
     assert len(kept) > 1 and all(after[key] == before[key] for key in kept)
     monkeypatch.undo()
     run.measure_all(measure.Fake(), rows, tmp_path, 1e6, again=True, commit="c")
     assert all(tables.is_good(row) for row in read(tmp_path, "decode").values() if row["peer"] == "normlab")
+
+
+def test_a_row_that_kills_the_process_with_other_software_is_left_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (row,) = (row for row in rows_of("decode") if (row.function, row.peer) == ("bhyt", "normlab"))
+    died: list[str] = []
+
+    def die(a: object) -> None:
+        died.append("here")
+        raise SystemExit
+
+    assert run.measure_all(measure.Fake(), [row], tmp_path, 1e6) == run.DONE
+    monkeypatch.setitem(peers.OURS, "bhyt", die)
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    with pytest.raises(SystemExit):
+        run.measure_all(measure.Fake(), [row], tmp_path, 1e6)
+    assert run.measure_all(measure.Fake(), [row], tmp_path, 1e6) == run.FAILED and len(died) == 1
+
+
+def test_an_interrupted_row_is_measured_by_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row for row in rows_of("decode") if row.peer == "normlab"]
+    handler = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setitem(peers.OURS, "bhyt", lambda a: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(run, "plan", lambda *_: rows)
+        run.main(["--device", "fake", "--out", str(tmp_path)])
+    signal.signal(signal.SIGTERM, handler)
+    assert all(tables.is_good(row) for row in read(tmp_path, "decode").values())
+    assert run.measure_all(measure.Fake(), rows, tmp_path, 1e6) == run.DONE
+    assert len(read(tmp_path, "decode")) == len(rows)
 
 
 def test_a_good_row_is_replaced_by_a_newer_good_one_only_and_no_line_is_ever_torn(
@@ -121,8 +155,13 @@ def test_a_good_row_is_replaced_by_a_newer_good_one_only_and_no_line_is_ever_tor
     first, second = again.rows.values()
     assert (first["function"], first["microseconds"], first["note"]) == ("a", "2.0", "")
     assert (second["function"], second["note"]) == ("b", "failed")
-    assert again.is_done({"function": "a"}) and not again.is_done({"function": "b"})
-    assert not tables.Table(path, common | {"code": "2"}).is_done({"function": "a"})
+    assert again.earlier({"function": "a"}) == first and again.earlier({"function": "b"})["note"] == "failed"
+    for name in tables.MADE_WITH:  # what fails with other software is not that software's earlier time
+        other = tables.Table(path, common | {name: "2"})
+        assert not other.earlier({"function": "a"})
+        other.add({"function": "a", "note": "failed"})
+        assert tables.Table(path, common | {name: "2"}).earlier({"function": "a"})["note"] == "failed"
+        other.add({"function": "a", "microseconds": 2.0} | common)
 
 
 def test_a_result_that_is_not_the_formulas_is_a_failure_not_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +170,18 @@ def test_a_result_that_is_not_the_formulas_is_a_failure_not_a_time(monkeypatch: 
     for factor, words in ((1.1, "Wrong: the results differ by 0.1"), (float("nan"), "Wrong")):
         monkeypatch.setitem(peers.OURS, "rms_norm", lambda a, factor=factor: ours(a) * factor)
         assert run.measure_row(row, measure.Fake())["note"].startswith(words)
+
+
+@pytest.mark.parametrize("section", [section for section in plan.SECTIONS if section not in ("host", "compiled")])
+def test_on_a_gpu_without_a_triton_that_they_know_our_kernels_are_missing(
+    section: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain formula would run instead, and its time would stand as ours."""
+    device = measure.Fake()
+    device.torch = torch.device("cuda")
+    monkeypatch.setattr(peers.dispatch, "TRITON", False)
+    row = next(row for row in plan.plan("cuda", (section,)) if row.peer in ("normlab", ""))
+    assert run.measure_row(row, device)["note"].startswith("missing: the kernels need Triton 3.4 to before 3.")
 
 
 def test_the_cpus_rows_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,11 +312,90 @@ def test_the_plan_covers_the_claims_and_every_function_and_scheme() -> None:
     norms = [row for row in rows if row.section == "rows"]
     assert {row.width for row in norms} == {1024, 2048, 4096, 8192, 16_384, 32_768}
     assert {row.function for row in norms} == {*peers.FUNCTIONS, "row_moments"} == set(peers.OURS)
-    first = [row for row in rows if row.priority == 0]
-    assert rows[: len(first)] == first
-    assert list(dict.fromkeys(row.section for row in first)) == ["rows", "launch", "linear", "step", "generate"]
+    hosts = [{row.peer for row in plan.plan(kind, ("host",))} for kind in ("cuda", "cpu")]
+    assert hosts == [set(), {"normlab", "liger"}]  # on a CPU PyTorch would compute; a GPU's rows have the host's time
+    assert rows == sorted(rows, key=lambda row: (row.priority, plan.SECTIONS.index(row.section)))
+    sections = [list(dict.fromkeys(row.section for row in rows if row.priority == which)) for which in (0, 1)]
+    assert sections == [["rows", "launch", "decode"], ["rows", "launch", "linear", "step", "generate"]]
     schemes = pytest.importorskip("normlab.schemes", reason="whole models are normlab's")
     assert {row.function for row in plan.plan("cuda", ("step",))} == set(schemes.STUDIED)
+
+
+def test_what_is_open_comes_first() -> None:
+    first = [row for row in plan.plan("cuda") if row.priority == 0]
+    calls = {(row.section, row.function, row.direction, row.width) for row in first if row.peer == "normlab"}
+    for (function, direction), by_width in plan.SLOW_LAUNCHES.items():
+        assert {(section, function, direction, width) for section in ("rows", "launch") for width in by_width} <= calls
+    peers_of = {row.peer for row in first if (row.section, row.function) == ("rows", "rms_norm")}
+    assert peers_of == {"normlab", "torch", plan.TORCH_QUACK}
+    assert any((row.function, row.peer, row.direction) == ("bhyt_carried", "compile", "forward") for row in first)
+    decoded = {(row.function, row.peer): row.rows for row in first if row.section == "decode"}
+    assert {("bhyt", "normlab"), ("bhyt", "released")} <= decoded.keys()
+    assert {row.rows for row in first if row.section == "decode"} == {1, 4, 16}
+
+
+def test_a_launch_with_two_names_is_timed_once() -> None:
+    launches = {
+        (row.function, row.width, row.launch) for row in plan.plan("cuda", ("launch",)) if row.direction == "backward"
+    }
+    assert ("bhyt", 8192, "") in launches and ("bhyt", 8192, "resident_warps=8") not in launches  # 16 warps a program
+    assert ("bhyt", 2048, "resident_warps=8") in launches
+    assert ("dyt", 2048, "block=1024 rows=2") not in launches  # the one that is chosen
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_pytorchs_rms_norm_runs_in_quacks_kernels_only_where_that_is_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for QuACK's, registered as PyTorch does: from 2.13 on it takes them by itself."""
+    pytest.importorskip("torch.backends.python_native")
+    from torch._native import registry
+
+    for name in ("_graphs", "_dsl_name_to_lib_graph", "_op_symbol_to_lib_graph", "_dispatch_key_to_lib_graph"):
+        monkeypatch.setattr(registry, name, {})
+    row = next(row for row in rows_of("rows") if row.peer == plan.TORCH_QUACK)
+    assert run.measure_row(row, measure.Fake())["note"].startswith("missing: PyTorch 2.")
+
+    def quack(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(x, 7.0), x.new_ones(len(x), 1)
+
+    monkeypatch.setattr(peers, "RMS_NORM", peers.RMS_NORM[:1])  # a CPU has no kernel of the other
+    registry.register_op_override("cutedsl", "aten", *peers.RMS_NORM, "CPU", cond=lambda *_: True, impl=quack)
+    registry._register_all_overrides()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert run.measure_row(row, measure.Fake())["note"].endswith("has QuACK's kernels for Hopper and Blackwell")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    arguments = peers.arguments("rms_norm", 2, 4, torch.float32, torch.device("cpu"))
+    try:
+        for on in (True, False, True, False):
+            peers.vendored_quack(on)
+            assert bool((peers.build("torch", "rms_norm")(arguments) == 7.0).all()) == on
+    finally:
+        peers.vendored_quack(False)
+
+
+def test_a_row_is_of_other_code_when_what_it_is_timed_with_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[Path] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) + b"#" * (path in changed))
+    before = {section: run.code_of(section) for section in ("rows", "step")}
+    for name in ("fused_product", "host", "measure", "peers", "released", "sections"):
+        changed[:] = [run.HERE / f"{name}.py"]
+        assert all(run.code_of(section) != code for section, code in before.items()), name
+    for name in ("run", "plan", "tables"):
+        changed[:] = [run.HERE / f"{name}.py"]
+        assert all(run.code_of(section) == code for section, code in before.items()), name
+    changed[:] = [run.ROOT / "normlab" / "models" / "block.py"]
+    if changed[0].exists():
+        assert run.code_of("rows") == before["rows"] and run.code_of("step") != before["step"]
+
+
+def test_tests_that_do_not_end_leave_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survived, tests = tmp_path / "survived", tmp_path / "pytest"
+    tests.write_text(f"#!/bin/sh\n(sleep 1; touch {survived}) &\nwait\n")
+    tests.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tests))
+    assert run.run_tests(tmp_path, 0.3) == run.FAILED
+    time.sleep(1.2)
+    assert not survived.exists()
 
 
 def test_without_a_gpu_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
