@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from browser_helpers import page_of
+from browser_helpers import page_in
 from figures_helpers import SCHEMES, activation, configs_of, empty, one_run, profile, table, two_rates
 from widget_helpers import Mounted
 
@@ -304,13 +304,13 @@ def test_of_many_schemes_it_opens_with_the_short_list_and_keeps_the_rest_by_fami
 PLOT = "document.querySelector('.plot')"
 
 
-def test_python_and_the_browser_hear_of_each_other(chromium, monkeypatch):
+def test_python_and_the_browser_hear_of_each_other(browser, monkeypatch):
     """The widget's script in a browser: views come from the kernel, and its code makes the same figure."""
     explorer = NormExplorer(two_rates(), configs=configs_of(two_rates()))
     explorer.rate = None  # before it is shown
     seen: list[int] = []
     explorer.observe(lambda change: seen.append(change["new"]), names="step")
-    with page_of(chromium) as (page, errors):
+    with page_in(browser) as (page, errors):
         shown = Mounted(page, explorer)
         line = f"([name, count]) => ({PLOT}?.data ?? []).some(line => line.name === name && line.y.length === count)"
         shown.until(line, ["bhyt", 5])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from browser_helpers import page_of
+from browser_helpers import page_in
 from widget_helpers import model_of
 
 import normlab
@@ -41,8 +41,8 @@ RUN = """([source, spec, weights, kernel, tokens, changes]) => {
 
 
 @pytest.fixture(scope="module")
-def page(chromium: str):
-    with page_of(chromium) as (page, errors):
+def page(browser: Any):
+    with page_in(browser) as (page, errors):
         page.goto("about:blank")
         yield page
         assert not errors

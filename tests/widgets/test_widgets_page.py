@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-from browser_helpers import page_of
+from browser_helpers import page_in
 from figures_helpers import SCHEMES, configs_of, empty, profile, table, two_rates
 
 from normlab.analysis.profiles import Profiles, View
@@ -126,9 +126,9 @@ def test_a_range_that_fits_a_scheme_fits_its_theory_and_its_published_values_too
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, chromium: str, of_noisy: tuple[Profiles, Any]) -> Iterator[Any]:
+def page(tmp_path_factory: pytest.TempPathFactory, browser: Any, of_noisy: tuple[Profiles, Any]) -> Iterator[Any]:
     path = explorer_page(of_noisy[0], tmp_path_factory.mktemp("site") / "explorer.html")
-    with page_of(chromium) as (page, errors):
+    with page_in(browser) as (page, errors):
         requests: list[str] = []
         page.on("request", lambda request: requests.append(request.url))
         page.goto(path.as_uri())
