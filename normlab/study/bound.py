@@ -1,4 +1,4 @@
-"""What bounds BHyT in trained models, and what its gain does alone: tables of notebooks 02 and 08."""
+"""What bounds BHyT in trained models, and what its gain does alone: tables of notebooks 02, 08 and 10."""
 
 from __future__ import annotations
 
