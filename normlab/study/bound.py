@@ -1,9 +1,9 @@
-"""What bounds BHyT in a trained model, and what its gain does alone: tables of notebooks 02 and 08."""
+"""What bounds BHyT in trained models, and what its gain does alone: tables of notebooks 02, 08 and 10."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ from normlab.widgets.change import Change, ask
 KAPPAS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0)
 OUTLIER = 30.0  # how many times as large one feature of the embeddings is made
 STAGES = ("before training", "after training")
+# What is measured: what would falsify the bound, from which value on, and the value in words.
+LIMITS = {
+    "of_bound": ("a share of tanh inputs above 1/κ²", 1.0, "the largest is {:.2f} of it"),
+    "factor": ("a carried ratio further than a factor of 2 from 1", 2.0, "the furthest is a factor of {:.2f}"),
+}
 
 
 def saturation(model: Any, tokens: Tensor) -> pd.DataFrame:
@@ -67,22 +72,71 @@ def carried(model: Any, tokens: Tensor) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def limits(shares: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
-    """What would break the bound, and how far this model is from it: one row per limit, with `measured` and `met`.
+def recorded(*tables: pd.DataFrame) -> pd.DataFrame:
+    """What runs of BHyT recorded of the bound after training, on held-out text: one row per run, norm and block.
 
     Args:
-        shares: of `saturation`; kappa 1 is left out, where the bound is 1.
-        ratios: of `carried`.
+        tables: of `normlab.load_runs`.
+
+    Returns:
+        Columns `run model where of_bound ratio`. `model` is its size. `of_bound` is the share of tanh inputs beyond
+        lambda over Chebyshev's 1/kappa^2. `ratio` is that of `carried`, missing where a norm carries no statistic.
     """
-    most = shares.loc[shares["kappa"] > 1, "of_bound"].max()
-    after = ratios.loc[ratios["stage"] == STAGES[1], "value"]
-    far = max(after.max(), 1 / after.min())
-    rows = {
-        "a share of tanh inputs above 1/κ²": (f"the largest is {most:.2f} of it", most > 1),
-        "a carried ratio further than a factor of 2 from 1": (f"the furthest is a factor of {far:.2f}", far > 2),
-    }
-    table = pd.DataFrame.from_dict(rows, orient="index", columns=["measured", "met"])
-    return table.assign(met=table["met"].map({True: "yes", False: "no"})).rename_axis("it would be falsified by")
+    names = ["saturation", "saturation_bound", "carried_var_ratio"]
+    rows = _after_training(tables, names)
+    place = ["depth", "width", "run", "layer", "site"]
+    wide = rows[rows["scheme"] == DEFAULT].pivot(index=place, columns="metric", values="value")
+    found = wide.reindex(columns=names).dropna(subset=names[:2]).rename_axis(columns=None).reset_index()
+    found = found.rename(columns={"carried_var_ratio": "ratio"})
+    chebyshev = found["saturation_bound"] / found["ratio"].fillna(1.0)
+    found["of_bound"] = found["saturation"] / chebyshev
+    found["model"] = [f"{row.depth} blocks, {row.width} wide" for row in found.itertuples()]
+    found["where"] = [_where(row.site, row.layer) for row in found.itertuples()]
+    return found[["run", "model", "where", "of_bound", "ratio"]]
+
+
+def limits(shares: pd.DataFrame, ratios: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+    """What would falsify the bound (`LIMITS`), and how far models are from it: one row per model and limit.
+
+    Args:
+        shares: of `saturation`, of one model; kappa 1 is left out, where the bound is 1.
+        ratios: of `carried`, of the same model.
+        runs: of `recorded`; models of one size have one row, of the norm that is nearest to the limit or beyond it.
+
+    Returns:
+        Columns `model measured falsified`, indexed by the limit.
+    """
+    after = ratios[ratios["stage"] == STAGES[1]]
+    carries = pd.DataFrame({"ratio": after["value"], "where": list(map(_where, after["site"], after["layer"]))})
+    one = pd.concat([shares[shares["kappa"] > 1].rename(columns={"condition": "where"}), carries])
+    every = pd.concat([one.assign(model="the one read above"), runs], ignore_index=True)
+    every["factor"] = np.maximum(every["ratio"], 1 / every["ratio"])
+    rows = [
+        (limit, model, f"{words.format(row[column])}: {row['where']}", "yes" if row[column] > most else "no")
+        for column, (limit, most, words) in LIMITS.items()
+        for model, own in every.groupby("model", sort=False)
+        for _, row in own.nlargest(1, column).iterrows()
+    ]
+    columns = ["it would be falsified by", "model", "measured", "falsified"]
+    return pd.DataFrame(rows, columns=columns).set_index(columns[0])
+
+
+def found(limits: pd.DataFrame) -> str:
+    """Whether the bound holds, in a sentence, of a table of `limits`."""
+    broken = limits.loc[[LIMITS["of_bound"][0]]].query("falsified == 'yes'")
+    where = "; ".join(f"{row.model} ({row.measured})" for row in broken.itertuples())
+    but = f", but not with {where}" if where else ""
+    return f"At most a share 1/κ² of the tanh inputs exceeds λ in these trained models{but}."
+
+
+def _where(site: str, layer: int) -> str:
+    return f"{site_label(site)}, block {layer}"
+
+
+def _after_training(tables: Sequence[pd.DataFrame], metrics: Collection[str]) -> pd.DataFrame:
+    """The rows of these metrics that are of all tokens, after each run's last step."""
+    rows = pd.concat([table[table["metric"].isin(metrics) & table["mask"].eq("all")] for table in tables])
+    return rows[rows["step"] == rows.groupby("run", observed=True)["step"].transform("max")]
 
 
 def speeds(bench: str | Path, published: pd.DataFrame) -> list[pd.DataFrame]:
@@ -129,8 +183,7 @@ def reached(*tables: pd.DataFrame) -> pd.DataFrame:
     """
     names = {"tanh_input_max": "largest_z", "tanh_input_max_bound": "limit"}
     place = {"scheme": "scheme", "width": "width", "depth": "blocks", "lr": "rate", "site": "place"}
-    rows = pd.concat([table[table["metric"].isin(names) & table["mask"].eq("all")] for table in tables])
-    rows = rows[rows["step"] == rows.groupby("run", observed=True)["step"].transform("max")]
+    rows = _after_training(tables, names)
     wide = rows.pivot_table(index=list(place), columns="metric", values="value", aggfunc="max", observed=True)
     wide = wide.reindex(columns=list(names)).dropna().rename_axis(columns=None)
     found = wide.reset_index().rename(columns=names | place)

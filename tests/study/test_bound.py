@@ -21,17 +21,46 @@ def test_shares_stay_below_the_bound_and_a_fresh_model_carries_what_it_would_mea
     assert (shares["of_bound"] <= 1).all() and shares["share"].iloc[0] > 0
     before, after = (ratios[ratios["stage"] == stage]["value"] for stage in bound.STAGES)
     assert len(before) == len(after) == 2 and after.tolist() == before.tolist(), "the same initial weights"
-    assert set(bound.limits(shares, ratios)["met"]) == {"no"}
+    assert set(bound.limits(shares, ratios, bound.recorded(one_run("lns")))["falsified"]) == {"no"}
+
+
+def held(share: float, ratio: float, layer: int = 1, **about: object) -> pd.DataFrame:
+    """A run of BHyT that recorded this share beyond lambda with kappa 10, and what it carried, at one MLP norm."""
+    values = {"saturation": share, "saturation_bound": ratio / 100, "carried_var_ratio": ratio}
+    rows = pd.DataFrame(list(values.items()), columns=["metric", "value"])
+    about = one_run("bhyt", depth=2).iloc[0][["run", "scheme", "depth", "width"]].to_dict() | about
+    return rows.assign(step=20, site="mlp_norm_in", mask="all", layer=layer, **about)
 
 
 def test_a_limit_is_met_beyond_the_bound_and_beyond_a_factor_of_two_either_way():
-    shares = pd.DataFrame({"kappa": [1.0, 2.0], "of_bound": [2.0, 1.1]})
-    ratios = pd.DataFrame({"stage": ["before training", "after training"], "value": [1.0, 0.4]})
-    found = bound.limits(shares, ratios)
-    assert list(found["met"]) == ["yes", "yes"]
-    assert "1.10" in found["measured"].iloc[0] and "2.50" in found["measured"].iloc[1]
-    fine = bound.limits(shares.iloc[:1], ratios.iloc[:1].assign(stage="after training"))
-    assert list(fine["met"]) == ["no", "no"]
+    shares = pd.DataFrame({"kappa": [1.0, 2.0], "of_bound": [2.0, 1.1], "condition": "as it was trained"})
+    places = {"site": "mlp_norm_in", "layer": [1, 2]}
+    ratios = pd.DataFrame({"stage": ["before training", "after training"], "value": [9.0, 0.4]} | places)
+    none = bound.recorded(one_run("lns"))
+    found = bound.limits(shares, ratios, none)
+    assert list(found["falsified"]) == ["yes", "yes"] and set(found["model"]) == {"the one read above"}
+    assert "1.10 of it: as it was trained" in found["measured"].iloc[0]
+    assert "2.50: input of the MLP norm, block 2" in found["measured"].iloc[1]
+    fine = bound.limits(shares.assign(of_bound=0.9), ratios.assign(value=1.9), none)
+    assert list(fine["falsified"]) == ["no", "no"]
+    assert bound.found(fine).endswith("in these trained models.")
+
+
+def test_runs_are_held_to_the_same_limits_and_the_furthest_of_a_size_counts():
+    shares = pd.DataFrame({"kappa": [2.0], "of_bound": [0.5], "condition": "as it was trained"})
+    ratios = pd.DataFrame({"stage": ["after training"], "value": [1.0], "site": "mlp_norm_in", "layer": 1})
+    early = held(0.9, 50.0).assign(step=10)
+    other = held(0.5, 9.0, scheme="bhyt_linear", run="linear")
+    runs = bound.recorded(pd.concat([early, held(0.004, 1.2), held(0.002, 0.4, layer=2)]), other)
+    assert runs["of_bound"].tolist() == pytest.approx([0.4, 0.2]) and runs["ratio"].tolist() == [1.2, 0.4]
+    deep = bound.recorded(held(0.35, 128.0, depth=24, width=512, run="deep"))
+    found = bound.limits(shares, ratios, pd.concat([runs, deep]))
+    sizes = ["the one read above", f"2 blocks, {int(early['width'].iloc[0])} wide", "24 blocks, 512 wide"]
+    assert found["model"].tolist() == 2 * sizes
+    assert found["falsified"].tolist() == ["no", "no", "yes", "no", "yes", "yes"]
+    assert found["measured"].iloc[4] == "the furthest is a factor of 2.50: input of the MLP norm, block 2"
+    said = "the largest is 35.00 of it: input of the MLP norm, block 1"
+    assert bound.found(found).endswith(f"in these trained models, but not with 24 blocks, 512 wide ({said}).")
 
 
 def test_speeds_are_those_of_the_bench_and_of_the_paper(tmp_path):
