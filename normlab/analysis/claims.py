@@ -403,11 +403,11 @@ def _measured(runs: pd.DataFrame, claim: Claim, depth: int, width: int) -> tuple
     """One row of `compare` or `means` for a claim, with `rates`, and `why` there are no numbers; and the runs."""
     nothing = {"metric": claim.quantity, "kind": quantity_row(claim.quantity).compared, "seeds": 0, "rates": ""}
     nothing |= dict.fromkeys(("estimate", "low", "high", "p"), math.nan)
-    schemes, here = {claim.a, claim.b or claim.a}, runs[runs["depth"] == depth]
-    if missing := schemes - set(here["scheme"]):
+    schemes, here = {claim.a, claim.b or claim.a}, runs.loc[runs["depth"] == depth, ["scheme", "width"]]
+    if missing := schemes - set(here["scheme"].unique()):
         left = [runs.attrs.get(LEFT_OUT, {}).get(name, {}).get(depth) for name in in_order(missing)]
         return pd.DataFrame([nothing | {"why": next(filter(None, left), NOT_RUN)}]), pd.DataFrame()
-    if not schemes <= set(here.loc[here["width"] == width, "scheme"]):
+    if not schemes <= set(here.loc[here["width"] == width, "scheme"].unique()):
         return pd.DataFrame([nothing | {"why": f"{NOT_RUN} at width {width}"}]), pd.DataFrame()
     try:
         if claim.b is None:

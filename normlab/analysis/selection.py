@@ -46,7 +46,8 @@ class NothingToShow(NormlabError):
 def in_order(schemes: Iterable[str]) -> list[str]:
     """Schemes in the registry's order, unknown ones (a table from elsewhere) last by name."""
     rank = {name: place for place, name in enumerate(SCHEMES)}
-    return sorted(set(schemes), key=lambda name: (rank.get(name, len(rank)), name))
+    names = schemes.unique() if isinstance(schemes, pd.Series) else schemes  # a column may have a million rows
+    return sorted(set(names), key=lambda name: (rank.get(name, len(rank)), name))
 
 
 def title_of(scheme: str) -> str:

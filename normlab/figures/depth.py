@@ -176,7 +176,7 @@ def _add_differences(figure: go.Figure, shown: Selection, base: str, names: list
     """Draw the panels on the right; return the differences, the family that Holm's correction is over."""
     values = last_values(shown, "loss")
     learned = values[values["run"].isin(shown.runs.index[shown.runs["status"] == FINISHED])]
-    present = set(learned["scheme"])
+    present = set(learned["scheme"].unique())
     pairs = [differences(learned, name, base, "loss") for name in names if {name, base} <= present]
     if not pairs:
         for column in range(2, 2 + len(shown.depths)):

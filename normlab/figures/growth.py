@@ -71,7 +71,8 @@ def layer_growth(
     if rows.empty:
         raise NothingToShow(f"{metric} was not measured at: {site_label(site)}.")
     points = published_points(published, metric, shown.schemes, site)
-    schemes = [name for name in shown.schemes if name in set(rows["scheme"])]
+    there = set(rows["scheme"].unique())
+    schemes = [name for name in shown.schemes if name in there]
     ended = _mean_over_seeds(measured[measured["status"] != DIVERGED], metric)
     titles = [_panel_title(shown, ended[ended["scheme"] == name], name) for name in schemes]
     grid = dict(shared_yaxes=log, horizontal_spacing=0.022 if log else 0.05)

@@ -86,7 +86,7 @@ def _growth_rate(same: Selection, depth: int) -> str:
 
 def _where(path: str | Path, runs: pd.DataFrame) -> str:
     """The runs' precision, and the device, from their manifests."""
-    names = set(runs["run"])
+    names = set(runs["run"].unique())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of damaged runs, which reading the table has told
         manifests = [run.manifest for run in read_runs(path) if run.name in names]

@@ -1,3 +1,5 @@
+"""One browser for the tests of this folder."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
