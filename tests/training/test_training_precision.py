@@ -16,6 +16,7 @@ import torch
 import torch._inductor.config as inductor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from training_helpers import tiny
+from transformers import StaticCache
 
 from normlab import runs
 from normlab.models import NormlabForCausalLM
@@ -134,6 +135,18 @@ def test_a_compiled_step_has_no_mask_one_rotary_table_and_no_logits(dtype, text)
     called = [str(node.target) for node in nodes]
     assert sum("rotary_table" in name for name in called) == 1 and "cos" not in called
     assert not any(node.kwargs.get("attn_mask") is not None for node in nodes)
+
+
+@torch.no_grad()
+def test_a_model_that_has_trained_decodes_from_a_static_cache_compiled(text):
+    torch.manual_seed(0)
+    model = NormlabForCausalLM(tiny(text, scheme="pre_rmsnorm", depth=1).model_config(300, 0)).eval()
+    use_fast_attention(model, "float32", torch.device("cpu"))
+    ids, kept = torch.randint(300, (2, 6)), StaticCache(config=model.config, max_cache_len=8)
+    expected = model(ids, use_cache=False).logits[:, -1]
+    model(ids[:, :5], past_key_values=kept)
+    last = torch.compile(model, backend="eager")(ids[:, 5:], past_key_values=kept).logits[:, -1]
+    assert torch.allclose(last, expected, atol=1e-5), "keys that are not written yet were seen"
 
 
 @pytest.mark.parametrize(("device", "left_on_cpu"), [("auto", False), ("cpu", True)])
