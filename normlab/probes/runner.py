@@ -516,11 +516,15 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(softmax p || softmax q) of each position, in float32; shape of the logits without their last."""
+    """KL(softmax p || softmax q) of each position, in float32; shape of the logits without their last.
+
+    A token of probability 0 in p adds 0, whatever q says of it.
+    """
     step = max(1, CHUNK // p_logits.shape[-1])
 
     pieces = []
     for p, q in zip(p_logits.flatten(0, -2).split(step), q_logits.flatten(0, -2).split(step), strict=True):
         log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
-        pieces.append((log_p.exp() * (log_p - log_q)).sum(-1))
+        probability = log_p.exp()
+        pieces.append((probability * (log_p - log_q)).masked_fill_(probability == 0, 0).sum(-1))
     return torch.cat(pieces).view(p_logits.shape[:-1])
