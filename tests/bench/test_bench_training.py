@@ -1,5 +1,7 @@
 """Numerators and denominators of `normlab bench` and of the benchmark of Ray workers."""
 
+import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,23 @@ def test_the_bare_loop_trains_exactly_as_the_trainer_does(tmp_path):
     list(training.steps())
     for (name, left), right in zip(bare.model.named_parameters(), training.model.parameters(), strict=True):
         assert torch.allclose(left, right, atol=1e-4), name
+
+
+def test_compiled_loops_of_several_batches_run_the_trainers_step_each_in_a_graph_of_its_shape(tmp_path, monkeypatch):
+    config = tiny(write_text(tmp_path / "text.txt"), scheme="pre_rmsnorm", depth=1, compile=True)
+    graphs: list[tuple[str, ...]] = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        assert not any(isinstance(each, torch.SymInt) for each in inputs)
+        graphs.append(tuple(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=noting))
+    corpus = corpus_of(config, tmp_path / "cache")
+    for loop in [bench.BareLoop(replace(config, batch_size=size), corpus) for size in (2, 4)]:
+        loop.run(1)
+    next(Training(config, corpus, accelerator_for(config)).steps())
+    assert len(graphs) == 3 and len(set(graphs)) == 1
 
 
 def test_precisions_are_compared_with_each_other_and_with_the_peak_in_the_same_rounds(monkeypatch):
