@@ -1,6 +1,7 @@
 """Numerators and denominators of `normlab bench` and of the benchmark of Ray workers."""
 
 import functools
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ def test_compiled_loops_of_several_batches_run_the_trainers_step_each_in_a_graph
         loop.run(1)
     next(Training(config, corpus, accelerator_for(config)).steps())
     assert len(graphs) == 3 and len(set(graphs)) == 1
+
+
+def test_a_table_names_the_processor_and_its_kind_where_it_has_no_name(tmp_path):
+    listed = tmp_path / "cpuinfo"
+    listed.write_text("processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Xeon: 8 GHz\n\nmodel name\t: other\n")
+    assert timing.processor(listed) == "Xeon: 8 GHz"
+    listed.write_text("processor\t: 0\nCPU architecture: 8\n")
+    assert timing.processor(listed) == timing.processor(tmp_path / "none") == platform.machine()
 
 
 def test_precisions_are_compared_with_each_other_and_with_the_peak_in_the_same_rounds(monkeypatch):
