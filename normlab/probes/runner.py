@@ -526,5 +526,5 @@ def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     for p, q in zip(p_logits.flatten(0, -2).split(step), q_logits.flatten(0, -2).split(step), strict=True):
         log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
         probability = log_p.exp()
-        pieces.append((probability * (log_p - log_q)).masked_fill_(probability == 0, 0).sum(-1))
+        pieces.append(log_p.sub_(log_q).mul_(probability).masked_fill_(probability == 0, 0).sum(-1))
     return torch.cat(pieces).view(p_logits.shape[:-1])
