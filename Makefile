@@ -87,6 +87,7 @@ bench: $(VENV)/.installed-test ## time whole training steps, then each norm, on 
 	$(BIN)/normlab bench --out $(OUT)/bench/training.csv --cache-dir $(OUT)/cache
 	$(BIN)/python -m benchmarks.scheme_steps --out $(OUT)/bench/scheme_steps.csv
 	$(BIN)/python -m benchmarks.probes --out $(OUT)/bench/probes_cpu.csv
+	$(BIN)/python -m benchmarks.experiments --out $(OUT)/bench/experiments_cpu.csv
 	$(BIN)/python -m benchmarks.observer --out $(OUT)/bench/observer_cpu.csv
 	$(BIN)/python -m benchmarks.clusters --out $(OUT)/bench/ray_workers.csv --cache-dir $(OUT)/cache
 	$(BIN)/python kernels/benchmarks/run.py --device cpu --sections rows host --out $(OUT)/bench

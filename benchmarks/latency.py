@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.browser import find_browser, jupyter_lab, open_notebook, page_of, run_cells, wait_until_idle
-from benchmarks.timing import arguments, report, run
+from benchmarks.timing import arguments, machine, report, run
 from normlab.errors import NormlabError
 from normlab.runs import load_runs, read_configs
 from normlab.widgets.explorer import explorer_page
@@ -216,7 +216,7 @@ def main() -> None:
         print(NO_BROWSER)
         return
     table, opened = measure(options.runs, options.notebook, options.moves)
-    report(table, options.out)
+    report(table.assign(**machine()), options.out, columns=7)
     print(f"from Run All Cells to the first figure of {Path(options.notebook).name}: {opened:.1f} s (wanted: 10)")
 
 

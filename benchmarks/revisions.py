@@ -1,18 +1,21 @@
 """Training steps of an older checkout and of this one, in turns: the ratio of their times, and how far losses part.
 
     git worktree add ../before e0f34e1
-    python -m benchmarks.revisions ../before --pairs 16 --out data/bench/revisions.csv
+    python -m benchmarks.revisions ../before --out data/bench/revisions.csv
 
-The table's float32 rows are of another call, with --dtype float32 --pairs 8 on a processor (or as one) with AVX2 alone.
+Its 24 pairs compare the losses of 100 steps: 4 per turn, and a turn that warms up. The table's float32 rows are of
+another call, with --dtype float32 --pairs 8 on a processor (or as one) with AVX2 alone.
 Each side is a process of its own, with the code of its checkout. A third trains the older code uncompiled: its distance
 from the compiled one is what rounding alone does to a loss. `ratio` is the older step's time on the processor over the
-newer one's, with its middle half; `parted` the largest difference of a step's losses.
+newer one's, with its middle half; `parted` the largest difference of the losses of one of `steps`. `before` and
+`commit` are the older code and the newer.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -34,6 +37,7 @@ COLUMNS = (
     "new_ms",
     "old_ms",
     "pairs",
+    "steps",
     "parted",
     "parted_eager",
 )
@@ -114,9 +118,10 @@ def rows(before: Path, dtype: str, pairs: int, depth: int, width: int) -> Iterat
             "ratio": middle,
             "low": low,
             "high": high,
-            "new_ms": 1e3 * sorted(times["new"])[pairs // 2],
-            "old_ms": 1e3 * sorted(times["old"])[pairs // 2],
+            "new_ms": 1e3 * statistics.median(times["new"]),
+            "old_ms": 1e3 * statistics.median(times["old"]),
             "pairs": pairs,
+            "steps": len(new.losses),
             "parted": new.parted(old),
             "parted_eager": eager.parted(old),
             **machine(),

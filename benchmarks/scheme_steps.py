@@ -23,7 +23,7 @@ from normlab.training.config import TrainConfig
 from normlab.training.text.corpus import corpus_of
 
 DEPTH, WIDTH = 8, 128  # of the league
-COLUMNS = ("scheme", "step", "step_low", "step_high", "rounds", "depth", "width", "torch", "processor", "load_1min")
+COLUMNS = ("scheme", "step", "step_low", "step_high", "rounds", "depth", "width", *machine())
 
 
 def measure(rounds: int, schemes: Sequence[str], cache_dir: Path | None = None) -> Iterator[dict]:

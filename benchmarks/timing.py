@@ -62,9 +62,18 @@ def ratio(times: Sequence[float], base: Sequence[float]) -> tuple[float, float, 
 
 
 def machine() -> dict[str, Any]:
-    """Columns that say where a table was measured."""
+    """Columns that say where a table was measured, and of which commit."""
+    from normlab.training.manifest import commit
+
     load = round(os.getloadavg()[0], 1)
-    return {"torch": torch.__version__, "processor": platform.machine(), "load_1min": load}
+    return {"torch": torch.__version__, "processor": processor(), "load_1min": load, "commit": commit()}
+
+
+def processor(listed: Path = Path("/proc/cpuinfo")) -> str:
+    """The name of this machine's processor, or its kind where Linux does not list a name."""
+    lines = listed.read_text().splitlines() if listed.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def arguments(about: str, numbers: Mapping[str, int]) -> argparse.ArgumentParser:

@@ -28,9 +28,11 @@ from normlab.schemes import BASELINE, tagged
 from normlab.training.config import TrainConfig
 from normlab.training.distributed import accelerator_for
 from normlab.training.loop import (
+    MeanLoss,
     Training,
     autocast,
     block_order,
+    compiled_step,
     parameter_groups,
     refresh_interval,
     use_fast_attention,
@@ -72,8 +74,12 @@ class BareLoop:
         self.config, self.corpus = config, corpus
         self.model = NormlabForCausalLM(config.model_config(corpus.vocab_size, corpus.eos_token_id)).train()
         self.model.set_schedules(0, config.steps)
+        self.model.config.use_cache = False
         use_fast_attention(self.model, config.dtype, self.model.device)
-        self.forward = torch.compile(self.model) if config.compile else self.model
+        loss = MeanLoss(self.model)
+        # Several loops run in turns, each with batches of one shape.
+        self.forward = compiled_step(loss, dynamic=False) if config.compile else loss
+        self.labels = torch.tensor(float(config.batch_size * (config.block_length - 1)))
         groups = parameter_groups(self.model, config.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
         self.order = block_order(len(corpus.train), config.seed)
@@ -86,7 +92,7 @@ class BareLoop:
             rows = [next(self.order) for _ in range(self.config.batch_size)]
             ids = torch.from_numpy(self.corpus.train[rows].astype("int64"))
             with autocast(self.config.dtype, self.model.device):
-                loss = self.forward(input_ids=ids, labels=ids).loss
+                loss = self.forward(ids, self.labels)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
             self.optimizer.step()

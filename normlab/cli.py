@@ -571,6 +571,7 @@ def _bench(
 ) -> int:
     """Time whole training steps against each other. It needs a checkout of normlab."""
     try:
+        from benchmarks.timing import machine
         from benchmarks.training import bench
     except ImportError as error:
         raise NormlabError("the benchmarks are not installed: run normlab bench in a checkout of normlab") from error
@@ -578,7 +579,7 @@ def _bench(
     table = bench(pairs, **chosen, threads=threads, cache_dir=cache_dir, progress=not quiet)
     print(table.round(4).to_string(index=False))
     if out:
-        _write_csv(table, out)
+        _write_csv(table.assign(**machine()), out)
     return 0
 
 

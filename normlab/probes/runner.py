@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import pandas
 
 Z95 = NormalDist().inv_cdf(0.975)
+CACHED = 1 << 19  # 2 MiB of float32 logits at a time on a CPU: they stay in cache between passes
 _MAKES_TOKENS = "prepare_decoder_input_ids_from_labels"  # a method of transformers' encoder-decoders, not of all
 _OF_TEXT = {"input_ids", "input", "attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids"}
 Batch = dict[str, Any]
@@ -516,11 +517,15 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(softmax p || softmax q) of each position, in float32; shape of the logits without their last."""
-    step = max(1, CHUNK // p_logits.shape[-1])
+    """KL(softmax p || softmax q) of each position, in float32; shape of the logits without their last.
 
+    A token of probability 0 in p adds 0, whatever q says of it.
+    """
+    chunk = CACHED if p_logits.device.type == "cpu" else CHUNK
+    step = max(1, chunk // p_logits.shape[-1])
     pieces = []
     for p, q in zip(p_logits.flatten(0, -2).split(step), q_logits.flatten(0, -2).split(step), strict=True):
         log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
-        pieces.append((log_p.exp() * (log_p - log_q)).sum(-1))
+        probability = log_p.exp()
+        pieces.append(log_p.sub_(log_q).mul_(probability).masked_fill_(probability == 0, 0).sum(-1))
     return torch.cat(pieces).view(p_logits.shape[:-1])

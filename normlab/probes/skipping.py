@@ -190,7 +190,9 @@ def skip_future_effect(
     """Measure how much each later block's update changes when block s is skipped (2505.13898).
 
     The mean over tokens of ||u'_l - u_l||_2 / ||u_l||_2 for l > s, where u_l = h_l - h_{l-1}. u'_l is the same with
-    block s the identity. Holds one batch's states and updates of all layers (2 x layers x tokens x width numbers).
+    block s the identity. Of a block l that adds exactly nothing to a token it is NaN, or infinite if the block adds
+    something once s is skipped. Holds one batch's states and updates of all layers (2 x layers x tokens x width
+    numbers).
 
     In half precision the rounding of the stream is part of both. Where updates are small it is most of the value: then
     measure the model in float32.
@@ -219,14 +221,15 @@ def skip_future_effect(
 
         def compare(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             before, after = runner.stream.through(args, kwargs, output)
-            require_same_tokens(kept.states[0].shape, after)
+            require_same_tokens(entered.shape, after)
             change = (after - before).float() - updates[layer]
             relative = torch.linalg.vector_norm(change, dim=-1) / torch.linalg.vector_norm(updates[layer], dim=-1)
             values.append(torch.where(counted, relative.to(counted.device), 0).sum(1))
 
         run = partial(runner.run, batch, needs_logits=False)
         kept.keep(run, see=note)
-        counted = runner.counted(batch, kept.states[0])
+        entered = kept.states[0]
+        counted = runner.counted(batch, entered)
         for block in runner.sites.blocks[:-1]:
             skip, later = (block.module, runner.stream.pass_on), range(block.layer + 1, layers.stop)
             with kept.changed(block.layer, [skip]), on_blocks(runner.stream, compare, later):

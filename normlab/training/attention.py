@@ -1,8 +1,8 @@
 """Attention in training steps: PyTorch's, but where another form of the same is faster.
 
 A step's blocks are whole, without padding, so that attention is causal and needs no mask. Under torch.compile
-transformers builds one all the same. In half precision on a CPU a step's attention has its scores in float32: by
-PyTorch's own in an eager step, and by `CausalAttention` in a compiled one.
+transformers builds one all the same. In half precision on a CPU a step's attention has its scores in float32, by
+PyTorch's own. A compiled step in bfloat16 has them by `CausalAttention`, if its blocks are short.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ def use_fast_attention(model: Any, dtype: str, device: torch.device) -> None:
     model.set_attn_implementation(name)
 
 
-def _mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """No mask where attention is causal. transformers cannot tell while compiling, as positions have no values then."""
-    if attention_mask is None and torch.compiler.is_compiling():
+def _mask(q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """No mask where attention is causal. transformers cannot tell while compiling, as positions have no values then.
+
+    A static cache has more keys than there are queries, of which some are not written yet.
+    """
+    if attention_mask is None and torch.compiler.is_compiling() and q_length == kv_length:
         return None
-    return sdpa_mask(attention_mask=attention_mask, **kwargs)
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
 
 def _attend_half_cpu(

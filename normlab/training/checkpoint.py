@@ -6,7 +6,7 @@
 
     checkpoint-N/state.pt         weights, optimizer, schedule, loss scaler, random states, losses not logged yet
                  stats.parquet    the log up to step N
-                 begun.json       the run's manifest before its first step, and its seconds so far
+                 begun.json       the run's manifest before its first step; its seconds, and whether all ran compiled
                  stream.json      with `stream`: the position in the text
                  files.json       size and SHA-256 of all these files
 """
@@ -68,7 +68,9 @@ class Checkpoints:
             if self.training.stream is not None:
                 self.training.stream.restore(json.loads((newest / STREAM).read_text()))
             begun = json.loads((newest / BEGUN).read_text())
-            self._seconds_before = begun.get("measured", {}).get("wall_s", 0.0)  # not in those of earlier versions
+            measured = begun.get("measured", {})  # not in those of earlier versions
+            self._seconds_before = measured.get("wall_s", 0.0)
+            self.training.compiled_before = measured.get("compiled", True)
         except Exception as error:  # of pickle, PyTorch or pyarrow
             raise NormlabError(
                 f"{newest} cannot be resumed ({first_line(error)}); delete it and start again"
@@ -111,7 +113,8 @@ class Checkpoints:
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 store.write_stats(staging / store.STATS, self.log.frame())
-                store.write_json(staging / BEGUN, {**self.manifest, "measured": {"wall_s": self.wall_s()}})
+                measured = {"wall_s": self.wall_s(), "compiled": training.compiled}
+                store.write_json(staging / BEGUN, {**self.manifest, "measured": measured})
                 if training.stream is not None:
                     store.write_json(staging / STREAM, training.stream.position._asdict())
                 list_files(staging)

@@ -191,7 +191,7 @@ def why_dtype(device: torch.device, taken: str | None = None) -> str:
 def process_settings(config: TrainConfig, device: torch.device) -> Iterator[None]:
     """Settings of the process while a run trains: threads, memory, no bars of transformers' own between ours.
 
-    Warns if bfloat16 was asked for on a device that emulates it. If compiling failed, another run may compile again.
+    Warns if bfloat16 was asked for on a device that emulates it.
     """
     if config.dtype == "bfloat16" and not computes_bfloat16(device):
         warnings.warn('bfloat16 is emulated here, slower than float32; dtype "auto" takes the faster one', stacklevel=3)
@@ -202,7 +202,6 @@ def process_settings(config: TrainConfig, device: torch.device) -> Iterator[None
             yield
     finally:
         torch.set_num_threads(threads)
-        torch.compiler.set_stance("default")
 
 
 @contextlib.contextmanager

@@ -59,14 +59,30 @@ class MeanLoss(nn.Module):
     """A model's token losses, summed and divided by a number of labels, and nothing else of what it returns.
 
     A compiled step writes out whatever it returns: logits too, which nobody reads.
+
+    Attributes:
+        ran_eager: a call was not compiled, for whatever reason.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.ran_eager = model, False
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.ran_eager = True
         return self.model(input_ids=ids, labels=ids, num_items_in_batch=labels).loss
+
+
+def compiled_step(loss: nn.Module, dynamic: bool | None = None) -> nn.Module:
+    """`loss` compiled as in a process that has compiled nothing; `dynamic` is that of `torch.compile`.
+
+    PyTorch keeps eight graphs of a piece of code and runs the ninth uncompiled, without an error. After a second shape
+    it makes a graph of any shape. All trainings share the code of steps, and of blocks and norms where these are
+    graphs of their own. So all is forgotten: another compiled model is compiled again when it is next called.
+    """
+    torch.compiler.reset()
+    return cast(nn.Module, torch.compile(loss, dynamic=dynamic))
 
 
 class Training:
@@ -75,7 +91,8 @@ class Training:
     Attributes:
         model: the model itself. It is what is measured.
         done: optimizer steps so far.
-        compiled: whether steps run compiled. False once compiling has failed.
+        compiled_before: whether all steps of earlier processes ran compiled.
+        loss: what a step computes of the model.
         scaler: the loss scaler of float16 steps; else None.
         seconds: of each step of this process, without reading the text.
 
@@ -86,7 +103,7 @@ class Training:
 
     def __init__(self, config: TrainConfig, corpus: Corpus, accelerator: Accelerator) -> None:
         self.config, self.corpus, self.accelerator = config, corpus, accelerator
-        self.done, self.compiled = 0, config.compile
+        self.done = 0
         self.seconds: list[float] = []
         self.model = fresh_model(config, corpus, accelerator)
         parts = config.accumulate * accelerator.num_processes
@@ -106,10 +123,11 @@ class Training:
         # float16 gradients would vanish. The loss is multiplied by a scale, which a step that overflows halves.
         self.scaler = torch.amp.GradScaler(accelerator.device.type) if config.dtype == "float16" else None
         # DDP sums gradients over the ranks. A model that is split over them does so by itself.
-        loss = MeanLoss(self.model)
-        self.forward: nn.Module = loss if config.fsdp else accelerator.prepare_model(loss)
+        self.loss = MeanLoss(self.model)
+        self.forward: nn.Module = self.loss if config.fsdp else accelerator.prepare_model(self.loss)
         if config.compile:
-            self.forward = cast(nn.Module, torch.compile(self.forward))
+            self.forward = compiled_step(self.forward)
+        self.compiled_before, self._compiling_failed = True, False
         self.stream: StreamedBlocks | None = None
         if config.stream:
             self.stream = StreamedBlocks(
@@ -121,6 +139,11 @@ class Training:
         set_seed(config.seed)  # Dropout would not depend on what a scheme drew for its weights.
         self.model.set_schedules(0, config.steps)
         self.model.refresh_carried()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether all steps ran compiled."""
+        return self.config.compile and self.compiled_before and not self.loss.ran_eager
 
     def steps(self) -> Iterator[Step]:
         """Train up to the last step, and yield after each one."""
@@ -170,12 +193,12 @@ class Training:
 
         labels: their number in the whole step, on all ranks. DDP divides gradients by the number of ranks.
         """
+        stance = torch.compiler.set_stance("force_eager") if self._compiling_failed else contextlib.nullcontext()
         try:
-            with autocast(self.config.dtype, self.accelerator.device):
+            with stance, autocast(self.config.dtype, self.accelerator.device):
                 loss = self.forward(ids, labels)
         except TorchDynamoException as error:
-            self.compiled = False
-            torch.compiler.set_stance("force_eager")
+            self._compiling_failed = True
             warnings.warn(
                 f"training continues uncompiled, torch.compile fails here: {in_one_line(error)}", stacklevel=2
             )

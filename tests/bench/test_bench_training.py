@@ -1,5 +1,8 @@
 """Numerators and denominators of `normlab bench` and of the benchmark of Ray workers."""
 
+import functools
+import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,31 @@ def test_the_bare_loop_trains_exactly_as_the_trainer_does(tmp_path):
     list(training.steps())
     for (name, left), right in zip(bare.model.named_parameters(), training.model.parameters(), strict=True):
         assert torch.allclose(left, right, atol=1e-4), name
+
+
+def test_compiled_loops_of_several_batches_run_the_trainers_step_each_in_a_graph_of_its_shape(tmp_path, monkeypatch):
+    config = tiny(write_text(tmp_path / "text.txt"), scheme="pre_rmsnorm", depth=1, compile=True)
+    graphs: list[tuple[str, ...]] = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        assert not any(isinstance(each, torch.SymInt) for each in inputs)
+        graphs.append(tuple(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=noting))
+    corpus = corpus_of(config, tmp_path / "cache")
+    for loop in [bench.BareLoop(replace(config, batch_size=size), corpus) for size in (2, 4)]:
+        loop.run(1)
+    next(Training(config, corpus, accelerator_for(config)).steps())
+    assert len(graphs) == 3 and len(set(graphs)) == 1
+
+
+def test_a_table_names_the_processor_and_its_kind_where_it_has_no_name(tmp_path):
+    listed = tmp_path / "cpuinfo"
+    listed.write_text("processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Xeon: 8 GHz\n\nmodel name\t: other\n")
+    assert timing.processor(listed) == "Xeon: 8 GHz"
+    listed.write_text("processor\t: 0\nCPU architecture: 8\n")
+    assert timing.processor(listed) == timing.processor(tmp_path / "none") == platform.machine()
 
 
 def test_precisions_are_compared_with_each_other_and_with_the_peak_in_the_same_rounds(monkeypatch):

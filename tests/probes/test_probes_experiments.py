@@ -23,7 +23,7 @@ from normlab.probes import (
     skip_sensitivity,
 )
 from normlab.probes.passes import hooked
-from normlab.probes.runner import mean_and_error
+from normlab.probes.runner import mean_and_error, token_kl
 from normlab.probes.sites import sites, stacks
 
 QUIET = {"progress": False}
@@ -137,6 +137,17 @@ def test_output_kl_is_that_of_the_whole_models_prediction_from_the_skipped_ones(
     assert found == pytest.approx(float(kl), rel=1e-5)
 
 
+def test_tokens_of_probability_zero_add_nothing_to_the_divergence_and_those_that_the_other_excludes_all():
+    """Heads that mask a part of their vocabulary have logits of -inf."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 3, 8, generator=generator), torch.randn(2, 3, 8, generator=generator)
+    expected = token_kl(p[..., 2:], q[..., 2:])
+    p[..., :2] = q[..., :2] = -torch.inf
+    assert torch.allclose(token_kl(p, q), expected, atol=1e-6)
+    q[..., :2] = 0
+    assert token_kl(p, q).isfinite().all() and token_kl(q, p).isposinf().all()
+
+
 def test_unknown_parts_and_empty_batches_are_refused_in_one_line(model):
     with pytest.raises(NormlabError, match="unknown part 'head': choose from block, attention, mlp"):
         skip_sensitivity(model, [token_batch()], parts=["head"])
@@ -183,6 +194,16 @@ def test_skip_future_effect_equals_the_relative_change_of_later_updates(model):
         expected = ((changed - whole).norm(dim=1) / whole.norm(dim=1)).mean()
         assert table[1, layer] == pytest.approx(float(expected), rel=1e-5)
     assert set(table.index) == {(1, 2), (1, 3), (2, 3)}
+
+
+def test_a_block_that_adds_nothing_has_no_relative_change_and_skipping_it_changes_none():
+    model = tiny_llama()
+    idle = model.model.layers[1]
+    with torch.no_grad():
+        idle.self_attn.o_proj.weight.zero_(), idle.mlp.down_proj.weight.zero_()
+    table = skip_future_effect(model, [token_batch()], **QUIET).set_index(["skipped", "layer"])
+    assert table["value"].isna().to_dict() == {(s, t): t == 2 for s, t in table.index}
+    assert (table["value"][2] == 0).all()
 
 
 @pytest.mark.parametrize("tokens", ["all", "no_first", "last"])

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config as dynamo
 import torch._inductor.config as inductor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from training_helpers import tiny
+from transformers import StaticCache
 
 from normlab import runs
 from normlab.models import NormlabForCausalLM
@@ -23,7 +25,7 @@ from normlab.study.presets import PRESETS
 from normlab.training import distributed
 from normlab.training.attention import CAUSAL_HALF_CPU, CausalAttention, use_fast_attention
 from normlab.training.config import TrainConfig
-from normlab.training.loop import MeanLoss, autocast
+from normlab.training.loop import MeanLoss, Training, autocast
 
 
 @pytest.fixture
@@ -136,6 +138,18 @@ def test_a_compiled_step_has_no_mask_one_rotary_table_and_no_logits(dtype, text)
     assert not any(node.kwargs.get("attn_mask") is not None for node in nodes)
 
 
+@torch.no_grad()
+def test_a_model_that_has_trained_decodes_from_a_static_cache_compiled(text):
+    torch.manual_seed(0)
+    model = NormlabForCausalLM(tiny(text, scheme="pre_rmsnorm", depth=1).model_config(300, 0)).eval()
+    use_fast_attention(model, "float32", torch.device("cpu"))
+    ids, kept = torch.randint(300, (2, 6)), StaticCache(config=model.config, max_cache_len=8)
+    expected = model(ids, use_cache=False).logits[:, -1]
+    model(ids[:, :5], past_key_values=kept)
+    last = torch.compile(model, backend="eager")(ids[:, 5:], past_key_values=kept).logits[:, -1]
+    assert torch.allclose(last, expected, atol=1e-5), "keys that are not written yet were seen"
+
+
 @pytest.mark.parametrize(("device", "left_on_cpu"), [("auto", False), ("cpu", True)])
 def test_a_run_takes_the_device_of_its_configuration_whatever_ran_before(device, left_on_cpu, text, monkeypatch):
     """accelerate's state is that of the process, and stays as the first run of it made it."""
@@ -170,14 +184,43 @@ def test_a_logged_loss_is_the_mean_since_the_last_one(text, go, tmp_path):
 
 
 def test_where_compiling_fails_training_continues_uncompiled_and_says_so_in_one_line(text, go, tmp_path):
+    config = tiny(text, scheme="pre_rmsnorm", depth=1, steps=2, keep_weights=False)
     no_compiler = inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
     with no_compiler, pytest.warns(UserWarning, match="^training continues uncompiled, .*no-such-compiler") as said:
-        run = go(tiny(text, scheme="pre_rmsnorm", compile=True, depth=1), tmp_path / "compiled")
+        run = go(dataclasses.replace(config, compile=True), tmp_path / "compiled")
     assert len([w for w in said if "uncompiled" in str(w.message)]) == 1
-    plain = go(tiny(text, scheme="pre_rmsnorm", depth=1), tmp_path / "plain")
+    plain = go(config, tmp_path / "plain")
     assert run.manifest["measured"]["compiled"] is False and plain.manifest["measured"]["compiled"] is False
     assert (run.path / runs.STATS).read_bytes() == (plain.path / runs.STATS).read_bytes()
     assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2, "others may compile again"
+
+
+def test_a_compiled_step_does_not_depend_on_what_its_process_compiled_before(text, corpus, monkeypatch):
+    """Nor on the batch of that, nor on how many graphs PyTorch keeps of a piece of code."""
+    has_symbols: list[bool] = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        has_symbols.append(any(isinstance(each, torch.SymInt) for each in inputs))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=noting))
+    with dynamo.patch(recompile_limit=1):
+        for batch_size in (2, 4):
+            config = tiny(text, scheme="pre_rmsnorm", depth=1, compile=True, batch_size=batch_size)
+            training = Training(config, corpus, distributed.accelerator_for(config))
+            next(training.steps())
+            assert training.compiled
+    assert has_symbols == [False, False]
+
+
+def test_a_manifest_says_if_some_steps_ran_uncompiled_and_a_users_stance_stays(text, go, stop, tmp_path, monkeypatch):
+    small = dict(steps=2, checkpoint_every=0, probe_every=0, eval_every=0, keep_weights=False)
+    config = tiny(text, scheme="pre_rmsnorm", depth=1, compile=True, **small)
+    with torch.compiler.set_stance("force_eager"):
+        stop(config, tmp_path, 1)
+        assert torch.compile(torch.compiler.is_compiling, backend="eager")() is False
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    assert go(config, tmp_path).manifest["measured"]["compiled"] is False, "the first step was not"
 
 
 SETTLED = """
