@@ -56,6 +56,7 @@ def test_the_bare_loop_trains_exactly_as_the_trainer_does(tmp_path):
         assert torch.allclose(left, right, atol=1e-4), name
 
 
+@pytest.mark.slow
 def test_compiled_loops_of_several_batches_run_the_trainers_step_each_in_a_graph_of_its_shape(tmp_path, monkeypatch):
     config = tiny(write_text(tmp_path / "text.txt"), scheme="pre_rmsnorm", depth=1, compile=True)
     graphs: list[tuple[str, ...]] = []
