@@ -26,8 +26,9 @@ def agreement(table: pd.DataFrame) -> str:
     agree, turned = table["sizes"].eq(AGREE).sum(), table.index[table["sizes"] == TURN]
     rest = len(table) - agree - len(turned)
     which = f": {'; '.join(f'“{claim}”' for claim in turned)}" if len(turned) else ""
-    counts = f"the sizes agree on {agree}, and {rest} cannot be compared; {len(turned)} turn{which}"
-    return f"Of {len(table)} claims {counts}."
+    turns = f" {len(turned)} turn{'s' * (len(turned) == 1)}{which}." if len(turned) else ""
+    others = f" On {rest} one of them is level or cannot decide." if rest else ""
+    return f"Of {len(table)} claims the sizes agree on {agree}.{turns}{others}"
 
 
 def _told(table: pd.DataFrame) -> pd.Series:

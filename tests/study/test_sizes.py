@@ -24,8 +24,9 @@ def test_a_claim_turns_where_one_size_says_so_and_the_other_the_opposite():
     seeds, single = same.loc["smaller", ["4 blocks", "8 blocks"]]
     assert seeds.startswith("×") and seeds.endswith("at rate 0.001: holds")
     assert single.endswith("at rate 0.001: as claimed, one seed") and same.loc["absent", "4 blocks"] == "not run"
-    assert sizes.agreement(same) == "Of 3 claims the sizes agree on 2, and 1 cannot be compared; 0 turn."
-    assert sizes.agreement(other).endswith("on 0, and 1 cannot be compared; 2 turn: “smaller”; “larger”.")
+    without = " On 1 one of them is level or cannot decide."
+    assert sizes.agreement(same) == "Of 3 claims the sizes agree on 2." + without
+    assert sizes.agreement(other).endswith("on 0. 2 turn: “smaller”; “larger”." + without)
 
 
 def test_what_is_undecided_at_one_size_is_not_compared():
