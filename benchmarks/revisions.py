@@ -4,7 +4,7 @@
     python -m benchmarks.revisions ../before --out data/bench/revisions.csv
 
 Its 24 pairs compare the losses of 100 steps: 4 per turn, and a turn that warms up. The table's float32 rows are of
-another call, with --dtype float32 --pairs 8 on a processor (or as one) with AVX2 alone.
+another call, with --dtype float32 --pairs 12 on a processor (or as one) with AVX2 alone.
 Each side is a process of its own, with the code of its checkout. A third trains the older code uncompiled: its distance
 from the compiled one is what rounding alone does to a loss. `ratio` is the older step's time on the processor over the
 newer one's, with its middle half; `parted` the largest difference of the losses of one of `steps`. `before` and

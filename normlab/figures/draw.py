@@ -143,7 +143,7 @@ def _tick_text(tick: float) -> str:
 
 def short(value: float) -> str:
     """A number in three digits."""
-    if value == 0 or 0.001 <= abs(value) < 10_000:
+    if value == 0 or 0.001 <= abs(value) < 100_000:
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:.1e}"
 
