@@ -317,6 +317,9 @@ def test_what_the_findings_say_without_a_number_holds():
     best = best[best["scheme"].isin(["lns", "pre_rmsnorm"])].groupby(["depth", "scheme"])["eval_loss"]
     best = best.agg(["mean", "size"])
     assert best.loc[[8, 16], "size"].eq(4).all()
+    for depth in (8, 16):
+        lead = normlab.compare(all_runs, "lns", "pre_rmsnorm", "loss", depth=depth)["verdict"]
+        assert [*lead] == ["undecided"], "at best rates no lead is left, and what there is may be chance"
     gain = best["mean"].loc[8] - best["mean"].loc[16]
     assert gain["lns"] > 0.03 and 0 < gain["pre_rmsnorm"] < 0.005, "LNS gains from depth, Pre-LN hardly does"
     assert not has_learned(about_all).filter(like="dyt-d16").any(), "DyT with 16 blocks"

@@ -9,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from normlab.analysis.selection import (
+    NOT_LEARNED,
     NothingToShow,
     depths_of_most,
     experiments_of,
@@ -17,6 +18,7 @@ from normlab.analysis.selection import (
     rates_in_words,
     recipes_in_words,
     seeds_in_words,
+    title_of,
 )
 from normlab.analysis.verdicts import bracketed, means
 from normlab.errors import NormlabError
@@ -61,8 +63,8 @@ def by_layer(
     """One number per layer, one panel per scheme: the mean over seeds with its interval; each seed is a dot.
 
     All panels have the same axis. The grey line in each is the first scheme's. The title gives the mean of the deeper
-    half without the last layer, of the schemes where it is least and most. Intervals are those of `means`, the schemes
-    shown at a layer being one family.
+    half without the last layer, of the schemes that have learned where it is least and most. Intervals are those of
+    `means`, the schemes shown at a layer being one family.
 
     Args:
         experiments: table of `normlab.load_experiments`.
@@ -82,6 +84,7 @@ def by_layer(
     rows, about = _of_depth(experiments, metric, part, depth)
     if rows.empty:
         raise NothingToShow(f"No run measured {metric} ({PARTS[part]}).")
+    failed = in_order(rows.loc[rows["status"] == NOT_LEARNED, "scheme"]) if "status" in rows else []
     by_layer = rows[["scheme", "seed", "value"]].assign(depth=rows["layer"].astype(int))
     measured = means(by_layer, metric).rename(columns={"a": "scheme", "depth": "layer"})
     table = measured.sort_values("layer")
@@ -106,6 +109,7 @@ def by_layer(
     if not names:
         raise NothingToShow(f"No mean of {metric} is finite{' and positive' * log}.")
     remarks += [f"grey: {theme.style_of(names[0]).title}"] if len(names) > 1 else []
+    remarks += [f"not learned: {'; '.join(map(title_of, failed))}"] if failed else []
     start, end = int(table["layer"].min()), int(table["layer"].max())
     word = "block" if start else "layer"
     titles = [theme.name_of(name) for name in names]
@@ -125,7 +129,9 @@ def by_layer(
     figure.update_layout(showlegend=False, margin=_MARGIN)
     height = inner + _MARGIN["t"] + _MARGIN["b"]
     subtitle = about + ("<br>" + " · ".join(remarks) if remarks else "")
-    return theme.titled(figure, f"{title}: {_of_deeper_half(measured, word)}", subtitle, height)
+    learned = measured[~measured["scheme"].isin(failed)]
+    extremes = _of_deeper_half(measured if learned.empty else learned, word)
+    return theme.titled(figure, f"{title}: {extremes}", subtitle, height)
 
 
 def _of_deeper_half(table: pd.DataFrame, word: str) -> str:

@@ -68,6 +68,9 @@ def test_the_title_gives_the_mean_of_the_deeper_half_without_the_last_layer(meas
     rows.loc[(rows["layer"] == 3) & (rows["scheme"] == SCHEMES[1]), "value"] = 2.0
     low, high = (theme.style_of(name).title for name in SCHEMES)
     assert by_layer(rows).layout.title.text.endswith(f": block 3, 1 ({low}) to 2 ({high})")
+    learned = by_layer(rows.assign(status=np.where(rows["scheme"] == SCHEMES[1], "not_learned", "finished")))
+    assert learned.layout.title.text.endswith(f": block 3, 1 ({low})")
+    assert f"not learned: {high}" in text_of(learned)
     deeper = [rows, rows.assign(layer=rows["layer"] + 4, value=rows["layer"])]
     title = by_layer(pd.concat(deeper).assign(depth=8)).layout.title.text
     assert title.replace("<br>", " ").endswith(f": mean of blocks 5 to 7, 2 ({high}) to 2 ({low})")
